@@ -1,0 +1,40 @@
+# Everything starts from here: `make pretrain` on a fresh clone trains a model, `make test` shows that it is right.
+# ARGS="key=value ..." goes to the command: make pretrain ARGS="run.steps=50"
+.PHONY: help install pretrain test test-slow lint bench clean
+
+PYTEST = .venv/bin/python -m pytest
+PUBLIC = k3 parallel optim data kernels recipes slurm
+
+help:
+	@echo "make pretrain   install if needed, prepare the data, train the nano model; everything is written under runs/"
+	@echo "make test       install if needed, run the tests that are not marked slow"
+	@echo "make test-slow  the tests marked slow"
+	@echo "make lint       style, format and types"
+	@echo "make bench      measure this machine"
+	@echo "make install    only make .venv"
+	@echo "make clean      remove .venv and the caches, keep runs/"
+
+install:
+	@./install.sh
+
+pretrain: install
+	.venv/bin/k3 pretrain model=nano $(ARGS)
+
+test: install
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# pytest exits with 5 where nothing is selected
+test-slow: install
+	$(PYTEST) -m slow $(ARGS) || test $$? -eq 5
+
+lint: install
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy $(PUBLIC)
+
+bench: install
+	.venv/bin/k3 bench $(ARGS)
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

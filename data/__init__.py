@@ -1,0 +1,33 @@
+"""Text to token files to packed, resumable batches. Knows ranks only as two integers; importing it loads no torch.
+
+prepared = data.prepare(cfg.data, cfg.model.vocab_size)
+steps    = data.stream(cfg.data, prepared, rank=..., of=..., position=..., horizon=1 + cfg.model.mtp_layers)
+fixed    = data.heldout(cfg.data, prepared, horizon=...)
+lines    = data.baselines(prepared, fixed)
+"""
+
+from data.batch import Batch, StepBatch
+from data.config import DataConfig, validate
+from data.errors import DataError
+from data.heldout import heldout
+from data.ngram import Baselines, baselines
+from data.prepare import Prepared, prepare
+from data.stream import Stream, stream
+from data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "Baselines",
+    "Batch",
+    "DataConfig",
+    "DataError",
+    "Prepared",
+    "StepBatch",
+    "Stream",
+    "Tokenizer",
+    "baselines",
+    "heldout",
+    "load_tokenizer",
+    "prepare",
+    "stream",
+    "validate",
+]

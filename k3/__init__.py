@@ -1,0 +1,36 @@
+"""The Kimi K3 language model, made of megatron-core parts.
+
+    world = parallel.start()
+    model = k3.build(k3.preset("tiny"), world)
+    logits = model(tokens)                      # [B, T] -> [B, T, V]
+    cards = k3.cards(model)                     # one row a parameter
+
+Names are resolved on first use, so that `k3.config` and `k3.presets` can be read without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from k3.config import ConfigError, K3Config
+    from k3.construct import balancers, build, cards, clip_targets, residual_weights
+    from k3.generation import generate
+    from k3.presets import preset
+    from k3.stage import Stage
+
+_HOME = {
+    "build": "construct", "cards": "construct", "balancers": "construct", "clip_targets": "construct",
+    "residual_weights": "construct",
+    "K3Config": "config", "ConfigError": "config", "preset": "presets", "generate": "generation", "Stage": "stage",
+}  # fmt: skip
+__all__ = [
+    "ConfigError", "K3Config", "Stage", "balancers", "build", "cards", "clip_targets", "generate", "preset", "residual_weights",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'k3' has no attribute {name!r}")
+    return getattr(import_module(f"k3.{_HOME[name]}"), name)

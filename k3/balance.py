@@ -1,0 +1,118 @@
+"""Keeps experts evenly loaded: pooled Quantile Balancing (report 2.3.3) and the common alternatives behind the same switch.
+
+Counts are taken in the backward pass. It runs exactly once for each token whatever is recomputed, so neither micro-batching nor
+activation recomputation can double a count, and evaluation never counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from k3.config import Balance, MoEConfig
+from kernels import quantile
+
+
+class Balancer(nn.Module):
+    """Counts one router's step and moves its selection bias at the step's end.
+
+    `bias` [E], in float32 also under bf16, is added to the scores for selection only and is frozen within a step.
+    `load` [E] int64: tokens each expert received in the last finished step, padding excluded.
+    """
+
+    bias: Tensor
+    load: Tensor
+    counting: Tensor
+    histogram: Tensor
+    estimate: Tensor
+    averaged_steps: Tensor
+
+    def __init__(self, config: MoEConfig, dtype: torch.dtype):
+        super().__init__()
+        self.mode, self.top_k, self.ema, self.bias_step = config.balance, config.top_k, config.ema, config.bias_step
+        self.bins = config.bins
+        experts = config.experts
+        self.name = ""  # the layer's, set by k3.build
+        self.register_buffer("bias", torch.zeros(experts, dtype=dtype))
+        self.register_buffer("counting", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        if self.mode is Balance.quantile:
+            self.register_buffer("histogram", torch.zeros(experts, config.bins, dtype=torch.int32), persistent=False)
+            if self.ema:
+                self.register_buffer("estimate", torch.zeros(experts, dtype=dtype))
+                self.register_buffer("averaged_steps", torch.zeros((), dtype=torch.int64))
+
+    def observe(self, scores: Tensor, chosen: Tensor, threshold: Tensor, counted: Tensor | None) -> Tensor:
+        """Returns `scores` [N, E], tied to a node whose backward pass counts these tokens once."""
+        return _CountInBackward.apply(scores, chosen, threshold, counted, self) if scores.requires_grad else scores
+
+    def count(self, scores: Tensor, chosen: Tensor, threshold: Tensor, counted: Tensor | None) -> None:
+        """Adds one micro-batch: scores [N, E], chosen [N, k], threshold [N] (the (k+1)-th score + bias), counted bool [N]."""
+        picked = chosen if counted is None else chosen[counted]
+        self.counting += torch.bincount(picked.reshape(-1), minlength=self.counting.numel())
+        if self.mode is Balance.quantile:
+            self.histogram += quantile.count(scores, threshold, self.bias, self.bins, counted)
+
+    def auxiliary(self, scores: Tensor, chosen: Tensor, counted: Tensor | None, weight: float) -> Tensor:
+        """Returns `scores` tied to the auxiliary loss weight * E * sum_e f_e P_e, f the load share, P the mean score share."""
+        experts = scores.shape[1]
+        rows = scores if counted is None else scores[counted]
+        picked = chosen if counted is None else chosen[counted]
+        if not rows.numel():
+            return scores
+        share = torch.bincount(picked.reshape(-1), minlength=experts).to(scores.dtype) / max(1, picked.numel())
+        mean = (rows / rows.sum(1, keepdim=True)).mean(0)
+        return _AddLoss.apply(scores, weight * experts * (share * mean).sum())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Ends a step: moves the bias (in effect from the next step) and clears the counts."""
+        if self.mode is Balance.quantile:
+            quantiles = quantile.quantiles(self.histogram, self.bias, self.top_k)
+            if self.ema:
+                self.averaged_steps += 1
+                self.estimate.mul_(self.ema).add_(quantiles, alpha=1 - self.ema)
+                quantiles = self.estimate / (1 - self.ema ** int(self.averaged_steps))
+            self.bias.copy_(quantile.centre(quantiles))
+        elif self.mode is Balance.bias:
+            load = self.counting.to(self.bias.dtype)
+            self.bias += self.bias_step * torch.sign(load.mean() - load)
+        self.load.copy_(self.counting)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the running step (a skipped one): the bias stays."""
+        self.counting.zero_()
+        if self.mode is Balance.quantile:
+            self.histogram.zero_()
+
+
+class _CountInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, chosen: Tensor, threshold: Tensor, counted: Tensor | None, balancer: Balancer
+    ) -> Tensor:
+        ctx.save_for_backward(scores, chosen, threshold, counted)
+        ctx.balancer = balancer
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.balancer.count(*ctx.saved_tensors)
+        return grad_outputs[0], None, None, None, None
+
+
+class _AddLoss(torch.autograd.Function):
+    """Passes scores through; in backward the attached loss receives gradient 1, as if it were part of the step's loss."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grad_outputs[0], torch.ones_like(loss)

@@ -1,0 +1,89 @@
+"""Builds a model for this rank and finds its parts by what they do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from k3.backend import megatron_config
+from k3.balance import Balancer
+from k3.cards import describe
+from k3.config import K3Config
+from k3.init import draw
+from k3.mla import MLA
+from k3.residual import ReadBlocks
+from k3.stage import Stage
+from parallel.attributes import mark
+from parallel.cards import CardTable
+from parallel.clip import ClipTarget
+from parallel.world import World, start
+
+
+def build(
+    config: K3Config, world: World | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str | None = None
+) -> Stage:
+    """This rank's part of the model, every parameter drawn from `seed` by name.
+
+    `dtype` is float32, bfloat16 or float64; what the release keeps in fp32 stays so under bfloat16. device="meta" builds the
+    shapes alone (for counting). `world` defaults to a single process. Raises ConfigError for a contradictory configuration.
+    """
+    config.validate()
+    world = world or start()
+    megatron = megatron_config(config, world, dtype)
+    with torch.device(device or world.device):
+        model = Stage(config, megatron, world)
+    for name, module in model.named_modules():
+        if isinstance(module, Balancer):
+            module.name = name.removesuffix(".feed_forward.router.balancer")
+    table = cards(model)
+    draw(table, seed=seed, std=config.init_std, world=world)
+    mark(table)
+    return model
+
+
+def cards(model: nn.Module) -> CardTable:
+    """The card of every parameter and router bias of a model (wrapped or not), bound to its tensor.
+
+    Raises CardError for a parameter without a card, or a card without a parameter.
+    """
+    stage = unwrap(model)
+    tensors: dict[str, Tensor] = dict(stage.named_parameters())
+    tensors |= {name: buffer for name, buffer in stage.named_buffers() if name.endswith("balancer.bias")}
+    return CardTable(describe(stage.k3), tensors)
+
+
+def unwrap(model: nn.Module) -> Stage:
+    """The stage inside megatron-core's gradient buffers, or the stage itself."""
+    while not isinstance(model, Stage):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+def balancers(model: nn.Module) -> list[Balancer]:
+    """One for each router, in the model's order."""
+    return [m for m in unwrap(model).modules() if isinstance(m, Balancer)]
+
+
+def clip_targets(model: nn.Module) -> list[ClipTarget]:
+    """The MLA heads whose logits the weight clip watches. KDA has none: its queries and keys are normalised."""
+    out = []
+    for name, module in unwrap(model).named_modules():
+        if isinstance(module, MLA):
+            query = "q_proj" if module.direct_query else "q_b_proj"
+            out.append(
+                ClipTarget(
+                    query=f"{name}.{query}.weight",
+                    key_value=f"{name}.kv_b_proj.weight",
+                    nope=module.nope,
+                    rope=module.rope,
+                    value=module.value,
+                    max_logits=module.max_logits,
+                )
+            )
+    return out
+
+
+def residual_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Mean reading weight of each source (embedding, finished blocks, running sum) in the last forward pass, by reader."""
+    named = unwrap(model).named_modules()
+    return {n: m.weights for n, m in named if isinstance(m, ReadBlocks) and m.weights is not None}

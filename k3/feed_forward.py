@@ -1,0 +1,89 @@
+"""Feed-forward parts: the dense gated MLP and Stable LatentMoE (report 2.3), both with SiTU-GLU.
+
+Legend: T tokens, B rows, d hidden, l latent width (d without latents), E experts on this rank, f width inside one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from k3.config import Activation, K3Config
+from k3.context import Context
+from k3.linear import Column, Duplicated, RMSNorm, Row
+from k3.router import Router
+from kernels.experts import grouped_mlp
+from kernels.situ import situ_glu, swiglu
+from parallel.experts import AllToAll
+from parallel.megatron import TransformerConfig
+from parallel.world import World
+
+
+def activation(config: K3Config) -> Callable[..., Tensor]:
+    """(gate, up, scale=None) -> gated activation, the same in dense, shared and routed parts."""
+    if config.activation is Activation.swiglu:
+        return swiglu
+    return partial(situ_glu, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x), up(x))): [..., d] -> [..., d] through `size`."""
+
+    def __init__(self, size: int, config: K3Config, megatron: TransformerConfig, world: World):
+        super().__init__()
+        self.gate_proj = Column(config.hidden_size, size, megatron, world)
+        self.up_proj = Column(config.hidden_size, size, megatron, world)
+        self.down_proj = Row(size, config.hidden_size, megatron, world)
+        self.activation = activation(config)
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
+
+
+class Experts(nn.Module):
+    """This rank's routed experts, stored together: gate_up [E, 2f, l] (gate rows first), down [E, l, f]."""
+
+    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+        super().__init__()
+        local = config.moe.experts // world.groups.ep.size()
+        width, size = config.expert_width, config.moe.expert_size
+        self.gate_up = nn.Parameter(torch.empty(local, 2 * size, width, dtype=megatron.params_dtype))
+        self.down = nn.Parameter(torch.empty(local, width, size, dtype=megatron.params_dtype))
+        self.activation = activation(config)
+
+    def forward(self, tokens: Tensor, counts: Tensor, probabilities: Tensor) -> Tensor:
+        return grouped_mlp(tokens, counts, self.gate_up, self.down, self.activation, probabilities)
+
+
+class LatentMoE(nn.Module):
+    """Shared(x) + W_up RMS(sum_j p_j E_j(W_down x)): [T, B, d] -> [T, B, d]."""
+
+    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+        super().__init__()
+        d = config.hidden_size
+        self.router = Router(config, megatron)
+        self.experts = Experts(config, megatron, world)
+        self.dispatch = AllToAll(megatron, config.moe.experts, world)
+        self.latent, self.normed = config.latent, config.latent_norm
+        if config.latent:
+            self.routed_expert_down_proj = Duplicated(d, config.moe.latent_size, megatron)
+            self.routed_expert_up_proj = Duplicated(config.moe.latent_size, d, megatron)
+        if config.latent_norm:
+            self.routed_expert_norm = RMSNorm(config.expert_width, megatron)
+        shared = config.moe.shared_experts
+        self.shared_experts = GatedMLP(shared * config.moe.expert_size, config, megatron, world) if shared else None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        chosen, weights = self.router(flat, context)
+        routed = self.dispatch.dispatch(self.routed_expert_down_proj(flat) if self.latent else flat, chosen, weights)
+        out = self.dispatch.combine(self.experts(routed.tokens, routed.counts, routed.probabilities))
+        if self.normed:
+            out = self.routed_expert_norm(out)
+        if self.latent:
+            out = self.routed_expert_up_proj(out)
+        out = out.view(x.shape)
+        return out if self.shared_experts is None else out + self.shared_experts(x)

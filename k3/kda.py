@@ -1,0 +1,89 @@
+"""Kimi Delta Attention (report 2.1.1): projections, short convolutions, the recurrence, gated output norm.
+
+Legend: T tokens, B rows, d hidden, H heads on this rank, K = V head width, P = H K.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from k3.config import K3Config, OutputGate
+from k3.context import Context
+from k3.linear import Column, Duplicated, Row
+from kernels.conv import short_conv
+from kernels.kda import kda
+from kernels.norm import gated_rms_norm, rms_norm
+from parallel.cards import DType
+from parallel.megatron import TransformerConfig
+from parallel.world import World
+
+
+class ShortConv(nn.Module):
+    """One filter per channel, SiLU inside, weight [P, W] kept in float32 as the release does."""
+
+    def __init__(self, channels: int, width: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width, dtype=DType.FP32.resolve(dtype)))
+
+    def forward(self, x_TBP: Tensor, context: Context) -> Tensor:
+        """[T, B, P] -> [B, T, P] (a view of the same memory order)."""
+        return short_conv(x_TBP.transpose(0, 1), self.weight, document_starts=context.document_starts)[0]
+
+
+class KDA(nn.Module):
+    """[T, B, d] -> [T, B, d]."""
+
+    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+        super().__init__()
+        c, d = config.kda, config.hidden_size
+        self.heads = c.heads // world.groups.tp.size()
+        self.head_dim, self.gate, self.lower_bound = c.head_dim, c.gate.value, c.lower_bound
+        self.eps = config.norm_eps
+        p = c.heads * c.head_dim
+        local = self.heads * c.head_dim
+        dtype = megatron.params_dtype
+        fp32 = DType.FP32.resolve(dtype)
+        self.q_proj = Column(d, p, megatron, world)
+        self.k_proj = Column(d, p, megatron, world)
+        self.v_proj = Column(d, p, megatron, world)
+        self.q_conv1d = ShortConv(local, c.conv_size, dtype)
+        self.k_conv1d = ShortConv(local, c.conv_size, dtype)
+        self.v_conv1d = ShortConv(local, c.conv_size, dtype)
+        self.f_a_proj = Duplicated(d, c.head_dim, megatron)
+        self.f_b_proj = Column(c.head_dim, p, megatron, world)
+        self.b_proj = Column(d, c.heads, megatron, world)
+        self.A_log = nn.Parameter(torch.empty(self.heads, dtype=fp32))
+        self.dt_bias = nn.Parameter(torch.empty(local, dtype=fp32))
+        self.output_gate = c.output_gate
+        if c.output_gate is OutputGate.full:
+            self.g_proj = Column(d, p, megatron, world)
+        elif c.output_gate is OutputGate.low_rank:
+            self.g_a_proj = Duplicated(d, c.head_dim, megatron)
+            self.g_b_proj = Column(c.head_dim, p, megatron, world)
+        self.o_norm = nn.ParameterDict({"weight": nn.Parameter(torch.empty(c.head_dim, dtype=fp32))})
+        self.o_proj = Row(p, d, megatron, world)
+
+    def forward(self, x_TBd: Tensor, context: Context) -> Tensor:
+        t, b, _ = x_TBd.shape
+        by_head = (b, t, self.heads, self.head_dim)
+        out_BTHV, _ = kda(
+            self.q_conv1d(self.q_proj(x_TBd), context).view(by_head),
+            self.k_conv1d(self.k_proj(x_TBd), context).view(by_head),
+            self.v_conv1d(self.v_proj(x_TBd), context).view(by_head),
+            self.f_b_proj(self.f_a_proj(x_TBd)).transpose(0, 1).view(by_head),
+            self.b_proj(x_TBd).transpose(0, 1),
+            self.A_log,
+            self.dt_bias.view(self.heads, self.head_dim),
+            gate=self.gate,
+            lower_bound=self.lower_bound,
+            document_starts=context.document_starts,
+        )
+        out_TBHV = out_BTHV.transpose(0, 1)
+        weight = self.o_norm["weight"]
+        if self.output_gate is OutputGate.none:
+            out = rms_norm(out_TBHV, weight, eps=self.eps).to(x_TBd.dtype)
+        else:
+            gate = self.g_proj(x_TBd) if self.output_gate is OutputGate.full else self.g_b_proj(self.g_a_proj(x_TBd))
+            out = gated_rms_norm(out_TBHV, gate.view(out_TBHV.shape), weight, eps=self.eps)
+        return self.o_proj(out.reshape(t, b, -1))

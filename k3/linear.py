@@ -1,0 +1,80 @@
+"""Linear layers and norms of the model: megatron-core's parallel ones, returning plain tensors.
+
+The seam for other providers (Transformer Engine builds the same four kinds). No layer has a bias; first values are drawn by
+k3/init.py, so nothing is initialised here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.norm import rms_norm
+from parallel.megatron import ColumnParallelLinear, RowParallelLinear, TransformerConfig
+from parallel.world import World
+
+
+def _undrawn(weight: Tensor) -> Tensor:
+    return weight
+
+
+class Column(ColumnParallelLinear):
+    """Weight [out / tensor ranks, in]: heads, gates, channels, vocabulary. [..., in] -> [..., out / tensor ranks]."""
+
+    def __init__(self, size_in: int, size_out: int, config: TransformerConfig, world: World):
+        super().__init__(
+            size_in, size_out, config=config, init_method=_undrawn, bias=False, gather_output=False, tp_group=world.groups.tp
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(x, *args, **kwargs)[0]
+
+
+class Row(RowParallelLinear):
+    """Weight [out, in / tensor ranks]. [..., in / tensor ranks] -> [..., out], summed over tensor ranks."""
+
+    def __init__(self, size_in: int, size_out: int, config: TransformerConfig, world: World):
+        super().__init__(
+            size_in, size_out, config=config, init_method=_undrawn, bias=False, input_is_parallel=True, skip_bias_add=False,
+            tp_group=world.groups.tp,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+class Duplicated(nn.Module):
+    """Weight [out, in], whole on every tensor rank."""
+
+    def __init__(self, size_in: int, size_out: int, config: TransformerConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class ConcatLinear(Duplicated):
+    """Weight [d, 2d] on two inputs side by side, without concatenating them."""
+
+    def __init__(self, size: int, config: TransformerConfig):
+        super().__init__(2 * size, size, config)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:  # type: ignore[override]
+        left, right = self.weight.chunk(2, dim=1)
+        return F.linear(first, left) + F.linear(second, right)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last axis; statistics in float32 (float64 in a float64 model)."""
+
+    def __init__(self, size: int, config: TransformerConfig, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype or config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, eps=self.eps)

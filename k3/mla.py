@@ -1,0 +1,72 @@
+"""Gated Multi-head Latent Attention without position encoding (report 2.1.2).
+
+Legend: T tokens, B rows, d hidden, H heads on this rank, N = nope + rope key width, V value width.
+The "rope" part keeps the release's name and is never rotated: its key is one vector shared by all heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from k3.config import K3Config
+from k3.context import Context
+from k3.linear import Column, Duplicated, RMSNorm, Row
+from kernels.attention import attention
+from parallel.cards import DType
+from parallel.megatron import TransformerConfig
+from parallel.world import World
+
+
+class MLA(nn.Module):
+    """[T, B, d] -> [T, B, d]. `max_logits` [H] keeps the largest scaled logit of each head since it was last cleared."""
+
+    max_logits: Tensor
+
+    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+        super().__init__()
+        c, d = config.mla, config.hidden_size
+        self.heads = c.heads // world.groups.tp.size()
+        self.nope, self.rope, self.value = c.nope_dim, c.rope_dim, c.v_dim
+        self.key = c.nope_dim + c.rope_dim
+        if c.q_lora_rank is None:
+            self.q_proj = Column(d, c.heads * self.key, megatron, world)
+        else:
+            self.q_a_proj = Duplicated(d, c.q_lora_rank, megatron)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, megatron)
+            self.q_b_proj = Column(c.q_lora_rank, c.heads * self.key, megatron, world)
+        self.direct_query = c.q_lora_rank is None
+        # never cut over tensor ranks: the shared key would lose part of its gradient
+        self.kv_a_proj_with_mqa = Duplicated(d, c.kv_lora_rank + c.rope_dim, megatron)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, megatron)
+        self.kv_b_proj = Column(c.kv_lora_rank, c.heads * (c.nope_dim + c.v_dim), megatron, world)
+        self.output_gate = c.output_gate
+        if c.output_gate:
+            self.g_proj = Column(d, c.heads * c.v_dim, megatron, world)
+        self.o_proj = Row(c.heads * c.v_dim, d, megatron, world)
+        logits = torch.full((self.heads,), float("-inf"), dtype=DType.FP32.resolve(megatron.params_dtype))
+        self.register_buffer("max_logits", logits, persistent=False)
+
+    def forward(self, x_TBd: Tensor, context: Context) -> Tensor:
+        t, b, _ = x_TBd.shape
+        query = self.q_proj(x_TBd) if self.direct_query else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TBd)))
+        latent, shared = self.kv_a_proj_with_mqa(x_TBd).split([self.kv_a_layernorm.weight.numel(), self.rope], dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(t, b, self.heads, self.nope + self.value)
+        key, value = kv.split([self.nope, self.value], dim=-1)
+        key = torch.cat([key, shared.unsqueeze(2).expand(t, b, self.heads, self.rope)], dim=-1)
+        out_BTHV, max_logits = attention(
+            query.view(t, b, self.heads, self.key).transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            scale=self.key**-0.5,
+            document_starts=context.document_starts,
+        )
+        if self.training and torch.is_grad_enabled():
+            # a maximum, so that recomputation and micro-batching change nothing
+            torch.maximum(self.max_logits, max_logits.to(self.max_logits.dtype), out=self.max_logits)
+        out_TBP = out_BTHV.transpose(0, 1).reshape(t, b, -1)
+        if self.output_gate:
+            math = torch.float64 if out_TBP.dtype == torch.float64 else torch.float32
+            gate = torch.sigmoid(self.g_proj(x_TBd).to(math))
+            out_TBP = (out_TBP.to(math) * gate).to(x_TBd.dtype)
+        return self.o_proj(out_TBP)

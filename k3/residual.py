@@ -1,0 +1,57 @@
+"""Block Attention Residuals (report 2.2): what a sub-layer reads is a learned mix of finished blocks and the running sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels.attnres import mix
+from parallel.megatron import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What travels from layer to layer: the running sum `prefix` and the `bank` of finished blocks, each [T, B, d].
+
+    The bank's first row is the embedding. With the plain residual stream the bank stays empty.
+    """
+
+    prefix: Tensor
+    bank: tuple[Tensor, ...] = ()
+
+    def after_attention(self, out: Tensor, *, begins_block: bool) -> Rows:
+        """A layer that begins a block puts the finished sum into the bank and starts a new one with its own output."""
+        return Rows(out, (*self.bank, self.prefix)) if begins_block else Rows(self.prefix + out, self.bank)
+
+    def after_feed_forward(self, out: Tensor) -> Rows:
+        return Rows(self.prefix + out, self.bank)
+
+
+class ReadRunningSum(nn.Module):
+    """The plain residual stream: a sub-layer reads the running sum."""
+
+    def forward(self, rows: Rows) -> Tensor:
+        return rows.prefix
+
+
+class ReadBlocks(nn.Module):
+    """softmax_i(<RMS(row_i), norm * query>) over the bank and the running sum; queries start at zero, a uniform mix.
+
+    `weights` [n] holds the mean reading weight of each source in the last forward pass (for pictures and metrics).
+    """
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.norm = nn.Parameter(torch.empty(config.hidden_size, dtype=config.params_dtype))
+        self.query = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        self.weights: Tensor | None = None
+
+    def forward(self, rows: Rows) -> Tensor:
+        if not rows.bank:  # the first layer's attention: nothing to mix, its weights exist in the release all the same
+            return rows.prefix
+        out, weights = mix((*rows.bank, rows.prefix), self.norm, self.query, eps=self.eps)
+        self.weights = weights.flatten(1).mean(1)
+        return out

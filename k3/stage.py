@@ -1,0 +1,124 @@
+"""The language model, or one pipeline stage of it: embedding, decoder layers, output mix, head, MTP.
+
+Legend: T tokens, B rows, d hidden, V vocabulary, M MTP layers. Hidden states are [T, B, d], as megatron-core's sequence-parallel
+operations want them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from k3.config import K3Config, Residual
+from k3.context import Context
+from k3.layer import Layer, MTPLayer
+from k3.linear import Column, RMSNorm
+from k3.residual import ReadBlocks, ReadRunningSum, Rows
+from kernels import documents
+from parallel.cross_entropy import cross_entropy
+from parallel.megatron import (
+    MegatronModule,
+    ModelType,
+    TransformerConfig,
+    VocabParallelEmbedding,
+    gather_from_tensor_model_parallel_region,
+)
+from parallel.world import World
+
+
+class Stage(MegatronModule):
+    """Build it with `k3.build`, which also draws the parameters.
+
+    `model(tokens)` gives logits; with `labels` it gives per-token losses.
+    """
+
+    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+        super().__init__(config=megatron)
+        self.model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
+        self.k3 = config
+        self.world = world
+        self.embedding = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, init_method=lambda w: w, config=megatron, tp_group=world.groups.tp
+        )
+        self.layers = nn.ModuleList(Layer(i, config, megatron, world) for i in range(config.layers))
+        self.output_residual = ReadBlocks(megatron) if config.residual is Residual.attnres else ReadRunningSum()
+        self.norm = RMSNorm(config.hidden_size, megatron)
+        self.head = Column(config.hidden_size, config.vocab_size, megatron, world)
+        self.mtp = nn.ModuleList(MTPLayer(config, megatron, world) for _ in range(config.mtp_layers))
+
+    def set_input_tensor(self, tensors: object) -> None:
+        """Called by megatron-core's schedules with what an earlier pipeline stage sent: nothing, on a model in one piece."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        document_starts: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        padding: Tensor | None = None,
+        share: float = 1.0,
+    ) -> Tensor:
+        """tokens [B, T] int64 -> logits [B, T, V], or with labels losses [1 + M, B, T], zero where not counted.
+
+        document_starts bool [B, T], true at each document's first token (None: one document a row).
+        labels [B, T]: the token after each position. loss_mask bool [1 + M, B, T]: which positions count, row m for the target
+        m + 1 tokens ahead; None counts every position whose targets lie in its row and document. padding bool [B, T], true
+        where a token is padding: it takes no part in expert balancing. share: this micro-batch's share of the step's tokens.
+        Raises ValueError for tokens outside the vocabulary or tensors of the wrong shape.
+        """
+        b, t = tokens.shape
+        self._check(tokens, labels, loss_mask)
+        starts = documents.resolve(document_starts, b, t, continues=False, device=tokens.device)
+        context = Context(starts, None if padding is None else ~padding.t().reshape(-1), share)
+        rows = Rows(self.embedding(tokens.t()))
+        for layer in self.layers:
+            rows = layer(rows, context)
+        state = self.output_residual(rows)
+        logits = self.head(self.norm(state))
+        if labels is None:
+            return gather_from_tensor_model_parallel_region(logits, group=self.world.groups.tp).transpose(0, 1)
+        if loss_mask is None:
+            loss_mask = default_loss_mask(starts, 1 + len(self.mtp))
+        losses = [self._losses(logits, labels, loss_mask[0])]
+        for m, layer in enumerate(self.mtp):
+            # position t reads the embedding of token t + m + 1 and predicts token t + m + 2
+            state, normed = layer(state, self.embedding(_ahead(labels, m).t()), context)
+            losses.append(self._losses(self.head(normed), _ahead(labels, m + 1), loss_mask[m + 1]))
+        return torch.stack(losses)
+
+    def _losses(self, logits_TBV: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        return cross_entropy(logits_TBV, labels.t(), mask.t(), self.world.groups.tp).t()
+
+    def _check(self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None) -> None:
+        vocabulary = self.k3.vocab_size
+        for name, ids in (("tokens", tokens), ("labels", labels)):
+            if ids is None:
+                continue
+            if ids.shape != tokens.shape:
+                raise ValueError(f"{name} has shape {tuple(ids.shape)}; give {tuple(tokens.shape)}, like tokens")
+            # not on CUDA: the check would wait for the device at every step
+            if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+                raise ValueError(f"{name} holds {int(ids.min())}..{int(ids.max())}; the vocabulary is 0..{vocabulary - 1}")
+        horizon = 1 + len(self.mtp)
+        if loss_mask is not None and tuple(loss_mask.shape) != (horizon, *tokens.shape):
+            raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; give {(horizon, *tokens.shape)}, one row a target")
+
+
+def default_loss_mask(document_starts: Tensor, horizon: int) -> Tensor:
+    """bool [horizon, B, T]: positions whose target m + 1 tokens ahead lies in their row (T + 1 tokens) and document.
+
+    The row's last label is taken to continue the last document: the map of T tokens cannot tell otherwise.
+    """
+    t = document_starts.shape[1]
+    known = F.pad(document_starts, (0, 1), value=False)
+    return torch.stack([documents.target_mask(known, ahead=m + 1)[:, :t] for m in range(horizon)])
+
+
+def _ahead(labels: Tensor, steps: int) -> Tensor:
+    """labels [B, T] shifted `steps` to the left; the last ones repeat (they are never counted)."""
+    if not steps:
+        return labels
+    steps = min(steps, labels.shape[1])
+    return torch.cat([labels[:, steps:], labels[:, -1:].expand(-1, steps)], dim=1)

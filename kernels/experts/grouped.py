@@ -1,0 +1,122 @@
+"""A linear map for each expert over tokens sorted by expert, as one grouped product forward and two backward.
+
+Three ways, fastest first: torch's grouped product (float32 and bfloat16; fastest at every load measured, max/mean 1.0 to 7); a
+batch padded to the largest expert (float64, or widths that do not fill 16 bytes); a product an expert where the padding
+would more than double the work. Legend: N tokens, E experts, I input width, O output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+PADDING_LIMIT = 2.0  # padded rows over real rows
+
+# (x [N, I], matrices [E, I, O], counts [E]) -> [N, O]; and (left [N, O], right [N, I], counts [E]) -> [E, O, I]
+Rows = Callable[[Tensor, Tensor, Tensor], Tensor]
+Outer = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    rows: Rows
+    outer: Outer
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _library_rows(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    return F.grouped_mm(x.contiguous(), matrices, offs=_ends(counts))
+
+
+def _library_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    return F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=_ends(counts))
+
+
+def _slots(counts: Tensor) -> tuple[int, Tensor]:
+    """Capacity of one expert, and the padded row of each token."""
+    capacity = int(counts.max())
+    expert = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    first = counts.cumsum(0) - counts
+    return capacity, expert * capacity + torch.arange(len(expert), device=counts.device) - first[expert]
+
+
+def _pad(x: Tensor, counts: Tensor, capacity: int, slots: Tensor) -> Tensor:
+    padded = x.new_zeros(len(counts) * capacity, x.shape[1])
+    padded[slots] = x
+    return padded.view(len(counts), capacity, x.shape[1])
+
+
+def _padded_rows(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    capacity, slots = _slots(counts)
+    return torch.bmm(_pad(x, counts, capacity, slots), matrices).flatten(0, 1)[slots]
+
+
+def _padded_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    capacity, slots = _slots(counts)
+    return torch.bmm(_pad(left, counts, capacity, slots).transpose(1, 2), _pad(right, counts, capacity, slots))
+
+
+def _single_rows(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], matrices.shape[2])
+    sizes = counts.tolist()
+    for part, result, matrix in zip(x.split(sizes), out.split(sizes), matrices):
+        torch.mm(part, matrix, out=result)
+    return out
+
+
+def _single_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    out = left.new_empty(len(counts), left.shape[1], right.shape[1])
+    sizes = counts.tolist()
+    for a, b, result in zip(left.split(sizes), right.split(sizes), out):
+        torch.mm(a.t(), b, out=result)
+    return out
+
+
+LIBRARY = Way(_library_rows, _library_outer)
+PADDED = Way(_padded_rows, _padded_outer)
+SINGLE = Way(_single_rows, _single_outer)
+
+
+def library_refuses(x: Tensor, counts: Tensor, *weights: Tensor) -> str | None:
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return f"{x.dtype}"
+    widths = {size for weight in weights for size in weight.shape[1:]}
+    if any(size * x.element_size() % 16 for size in widths):
+        return "a width does not fill whole 16 bytes"
+    return None
+
+
+def padded_refuses(x: Tensor, counts: Tensor, *weights: Tensor) -> str | None:
+    padded = int(counts.max()) * len(counts) if len(counts) else 0
+    return "the largest expert would more than double the work" if padded > PADDING_LIMIT * x.shape[0] else None
+
+
+class GroupedLinear(torch.autograd.Function):
+    """x [N, I] by expert, weight [E, O, I] -> [N, O]."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.way = way
+        ctx.save_for_backward(x, weight, counts)
+        if not x.shape[0]:
+            return x.new_zeros(0, weight.shape[1])
+        return way.rows(x, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, counts = ctx.saved_tensors
+        if not x.shape[0]:
+            return None, torch.zeros_like(x), torch.zeros_like(weight), None
+        d_x = ctx.way.rows(d_out, weight, counts) if ctx.needs_input_grad[1] else None
+        d_weight = ctx.way.outer(d_out, x, counts) if ctx.needs_input_grad[2] else None
+        return None, d_x, d_weight, None

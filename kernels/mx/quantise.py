@@ -1,0 +1,80 @@
+"""Tensors to MX codes and back, and the round trip with a straight-through gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.mx.formats import BLOCK, FORMATS, NAN_SCALE, RULES, Format, power_of_two, scale_codes
+
+
+def quantise(x: Tensor, format: str, rule: str = "rceil") -> tuple[Tensor, Tensor]:
+    """x [..., C] of any float dtype -> (codes uint8 [..., C], one a byte; scales uint8 E8M0 [..., C / 32]).
+
+    Elements round to nearest, ties to even, and saturate. A zero block has scale code 0; one that holds NaN or infinity has
+    255 and dequantises to NaN. rule: "rceil" (scale rounded up: never saturates) or "floor" (the OCP text: may saturate).
+    Raises ValueError for a last axis that is no multiple of 32, or an unknown format or rule.
+    """
+    fmt = _look_up(format)
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is unknown; use one of {', '.join(RULES)}")
+    blocks = _in_blocks(x).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    scales = scale_codes(blocks.abs().amax(-1), fmt, rule)
+    # code 254 - s is the exact reciprocal of code s; a NaN block is scaled by anything, its scale says NaN
+    inverse = power_of_two(254 - scales.clamp(max=254)).to(blocks.dtype)
+    finite = (scales != NAN_SCALE).unsqueeze(-1)
+    codes = fmt.encode(torch.where(finite, blocks * inverse.unsqueeze(-1), 0.0))
+    return codes.view(x.shape), scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The inverse map: codes uint8 [..., C] and scales uint8 [..., C / 32] -> [..., C] in `dtype`."""
+    fmt = _look_up(format)
+    blocks = _in_blocks(codes)
+    if scales.shape != blocks.shape[:-1]:
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit codes of shape {tuple(codes.shape)}: one per 32")
+    values = fmt.decode(blocks) * power_of_two(scales).unsqueeze(-1)
+    return values.to(dtype).view(codes.shape)
+
+
+def pack_mxfp4(codes: Tensor) -> Tensor:
+    """Two 4-bit codes a byte, [..., C] -> [..., C / 2]: the even column in the low nibble (the released layout)."""
+    if codes.shape[-1] % 2:
+        raise ValueError(f"codes of shape {tuple(codes.shape)} need an even last axis to be packed")
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_mxfp4(packed: Tensor) -> Tensor:
+    """[..., C / 2] bytes -> [..., C] codes of 4 bits."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def fake_quantise(x: Tensor, format: str, rule: str = "rceil") -> Tensor:
+    """x rounded to what the format can hold, in x's shape and dtype; its gradient passes straight through to x."""
+    return _StraightThrough.apply(x, format, rule)
+
+
+class _StraightThrough(torch.autograd.Function):
+    # x + (q - x).detach() would round once more in bf16, so that the value would not be on the grid
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, format: str, rule: str) -> Tensor:
+        codes, scales = quantise(x, format, rule)
+        return dequantise(codes, scales, format, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None]:
+        return grads[0], None, None
+
+
+def _look_up(format: str) -> Format:
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r} is unknown; use one of {', '.join(FORMATS)}")
+    return FORMATS[format]
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    if x.dim() == 0 or x.shape[-1] % BLOCK:
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} needs a last axis that is a multiple of {BLOCK}")
+    return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)

@@ -1,0 +1,22 @@
+"""Per-Head Muon, AdamW, schedules, gradient and weight clipping, the parameter -> optimizer table.
+
+`build` is resolved on first use, so that `optim.config` can be read without importing torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optim.optimizer import Balancer, Optimizer, StepReport, build
+    from optim.state import StateError
+
+__all__ = ["Balancer", "Optimizer", "StateError", "StepReport", "build"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'optim' has no attribute {name!r}")
+    from optim import optimizer, state
+
+    return getattr(state if name == "StateError" else optimizer, name)

@@ -1,0 +1,87 @@
+"""The optimizer's dials, as the user types them (`optim.lr=2e-3`). Report 2.5 gives none: K2 and Moonlight are followed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class OptimizerName(Enum):
+    muon = "muon"  # Per-Head Muon for matrices, AdamW for the rest
+    adamw = "adamw"  # AdamW for everything
+
+
+class Coefficients(Enum):
+    quintic = "quintic"
+    polar_express = "polar_express"
+
+
+class MuonPrecision(Enum):
+    """Of the products inside Newton-Schulz; the momentum and the update keep the master's dtype."""
+
+    full = "full"  # float32 (float64 for float64 weights)
+    bf16 = "bf16"  # as K2 and Moonlight ran it; about twice as fast where there are bf16 matrix units
+
+
+class ScheduleName(Enum):
+    cosine = "cosine"
+    wsd = "wsd"
+    constant = "constant"
+
+
+class RouterOptimizer(Enum):
+    adamw = "adamw"
+    muon = "muon"
+
+
+@dataclass
+class MuonConfig:
+    per_head: bool = True  # false: whole matrices (fused gate/up and experts stay apart)
+    momentum: float = 0.95
+    nesterov: bool = True
+    steps: int = 5  # Newton-Schulz iterations
+    coefficients: Coefficients = Coefficients.quintic
+    precision: MuonPrecision = MuonPrecision.full
+    scale: float = 0.2  # update RMS; multiplies sqrt(max(rows, cols)) of the block
+
+
+@dataclass
+class AdamWConfig:
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
+@dataclass
+class WeightClipConfig:
+    """QK-Clip on the MLA heads (report 3.3: the mechanism introduced in K2)."""
+
+    enabled: bool = True
+    tau: float = 100.0
+
+
+@dataclass
+class RouterConfig:
+    optimizer: RouterOptimizer = RouterOptimizer.adamw
+    lr_scale: float = 1.0  # times optim.lr
+
+
+@dataclass
+class ScheduleConfig:
+    name: ScheduleName = ScheduleName.cosine
+    warmup: float = 0.01  # fraction of run.steps (at least one step)
+    min_lr: float = 0.1  # fraction of optim.lr at the end
+    decay: float = 0.2  # wsd: the fraction of run.steps that decays at the end
+
+
+@dataclass
+class OptimConfig:
+    name: OptimizerName = OptimizerName.muon
+    lr: float = 2e-3
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0  # global gradient norm; 0 switches it off
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    clip: WeightClipConfig = field(default_factory=WeightClipConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -1,0 +1,194 @@
+"""The optimizer of a run: one step from gradients to weights, in a fixed order.
+
+gradient norm -> (not finite: skip) -> clip -> Muon and AdamW on the masters -> working weights -> weight clip -> balancers
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from optim import schedule, state
+from optim.adamw import AdamW
+from optim.config import OptimConfig
+from optim.grad_norm import clip_coefficient, global_norm
+from optim.muon import Muon
+from optim.table import Table, assign
+from optim.weight_clip import check_targets, clip_weights
+from parallel.cards import CardTable
+from parallel.cards import Optimizer as Kind
+from parallel.clip import ClipTarget
+
+
+class Balancer(Protocol):
+    """Sets the selection bias of one router from the counts of a step."""
+
+    def update(self) -> None:
+        """Takes the step's counts into the bias and forgets them."""
+
+    def reset(self) -> None:
+        """Forgets the step's counts: the step was skipped."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did. Nothing in it waits for a device but what the step itself had to read."""
+
+    step: int  # steps taken with this one, skipped ones included
+    lr: float
+    grad_norm: float  # before clipping
+    clip_coefficient: float
+    skipped: bool  # the gradient norm was not finite: weights, moments and biases are as before
+    update_rms: dict[str, Tensor] = field(default_factory=dict)  # per Muon parameter, [blocks]; see Muon.step
+    clipped_heads: int = 0
+    max_logit: float | None = None  # largest attention logit since the last step; None where none was seen
+
+
+def build(
+    cfg: OptimConfig,
+    cards: CardTable,
+    *,
+    steps: int,
+    clip_targets: Sequence[ClipTarget] = (),
+    balancers: Sequence[Balancer] = (),
+) -> Optimizer:
+    """The optimizer of every trained parameter of `cards`, for a run of `steps` steps.
+
+    Raises CardError for a parameter that no optimizer takes, ValueError for a dial outside its range or a clip target
+    that does not fit its parameters.
+    """
+    _validate(cfg)
+    schedule.validate(cfg.schedule, steps)
+    return Optimizer(cfg, cards, steps, clip_targets, balancers)
+
+
+class Optimizer:
+    """Made by `build`. A parameter whose gradient is None is left untouched; one whose gradient is zero (as a gradient buffer
+    gives it) changes by its momentum and, where its card says so, its weight decay: nothing else.
+
+    Gradients are read from `parameter.main_grad` where it exists, else from `parameter.grad`.
+    """
+
+    def __init__(
+        self,
+        cfg: OptimConfig,
+        cards: CardTable,
+        steps: int,
+        clip_targets: Sequence[ClipTarget],
+        balancers: Sequence[Balancer],
+    ):
+        self.cfg, self.steps = cfg, steps
+        self.table: Table = assign(cards, cfg)
+        self.clip_targets, self.balancers = tuple(clip_targets), tuple(balancers)
+        self.parameters = {card.name: parameter for card, parameter in cards.trained()}
+        for name, p in self.parameters.items():
+            if p.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+                raise ValueError(f"{name} is {p.dtype}; the optimizer trains bfloat16, float32 and float64 parameters")
+        # float32 copies where the working weight is bf16; everything else is its own master
+        self.masters = {n: p.detach().float() for n, p in self.parameters.items() if p.dtype == torch.bfloat16}
+        weights = self._weights()
+        self.muon = Muon(cfg.muon, self.table.of(Kind.MUON), weights)
+        self.adamw = AdamW(cfg.adamw, self.table.of(Kind.ADAMW), weights)
+        check_targets(self.clip_targets, weights)
+        self._step = torch.zeros((), dtype=torch.int64)
+        self._skipped = torch.zeros((), dtype=torch.int64)
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken, skipped ones included: the schedule's position."""
+        return int(self._step)
+
+    @property
+    def skipped_count(self) -> int:
+        return int(self._skipped)
+
+    @torch.no_grad()
+    def step(self) -> StepReport:
+        """One update from the gradients that the parameters hold."""
+        gradients = {n: g for n, p in self.parameters.items() if (g := _gradient(p)) is not None}
+        norm = float(global_norm(list(gradients.values())))
+        lr = self.cfg.lr * schedule.factor(self.cfg.schedule, self.step_count, self.steps)
+        scale = clip_coefficient(norm, self.cfg.grad_clip)
+        self._step += 1
+        if not math.isfinite(norm):
+            self._skipped += 1
+            for target in self.clip_targets:
+                target.reset()
+            for balancer in self.balancers:
+                balancer.reset()
+            return StepReport(self.step_count, lr, norm, scale, skipped=True)
+
+        weights = self._weights()
+        decay = self.cfg.weight_decay
+        rms = self.muon.step(weights, gradients, lr=lr, decay=decay, scale=scale)
+        self.adamw.step(weights, gradients, lr=lr, decay=decay, scale=scale)
+        self._publish(gradients)
+        tau = self.cfg.clip.tau if self.cfg.clip.enabled else None
+        clipped = clip_weights(self.clip_targets, weights, tau)
+        self._publish(clipped.names)
+        for balancer in self.balancers:
+            balancer.update()
+        return StepReport(self.step_count, lr, norm, scale, False, rms, clipped.heads, clipped.max_logit)
+
+    def zero_grad(self) -> None:
+        """Drops `grad` and zeroes `main_grad`."""
+        for p in self.parameters.values():
+            p.grad = None
+            if (main := getattr(p, "main_grad", None)) is not None:
+                main.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every tensor that a bitwise continuation needs beside the weights, under flat names; live, not copies."""
+        return state.collect(self)
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over what `state_dict` gave, and sets bf16 weights from their masters.
+
+        Raises StateError, changing nothing, where names are missing or unknown or a shape or dtype differs.
+        """
+        state.restore(self, tensors)
+        self._publish(self.masters)
+
+    def describe(self) -> str:
+        """The printable parameter -> optimizer table."""
+        return self.table.describe()
+
+    def _weights(self) -> dict[str, Tensor]:
+        """What is updated: masters where there are some. Looked up at each step: buffers may have replaced a tensor's data."""
+        return {n: self.masters.get(n, p.data) for n, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def _publish(self, names: object) -> None:
+        """Masters to working weights."""
+        chosen = [n for n in self.masters if n in names]  # type: ignore[operator]
+        if chosen:
+            torch._foreach_copy_([self.parameters[n].data for n in chosen], [self.masters[n] for n in chosen])
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor | None:
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+def _validate(cfg: OptimConfig) -> None:
+    rules = [
+        ("lr", cfg.lr, cfg.lr > 0, "must be above 0"),
+        ("weight_decay", cfg.weight_decay, cfg.weight_decay >= 0, "must not be negative"),
+        ("grad_clip", cfg.grad_clip, cfg.grad_clip >= 0, "must not be negative; 0 switches clipping off"),
+        ("clip.tau", cfg.clip.tau, cfg.clip.tau > 0, "must be above 0; optim.clip.enabled=false switches it off"),
+        ("router.lr_scale", cfg.router.lr_scale, cfg.router.lr_scale >= 0, "must not be negative"),
+        ("muon.momentum", cfg.muon.momentum, 0 <= cfg.muon.momentum < 1, "must lie in 0..1, below 1"),
+        ("muon.steps", cfg.muon.steps, cfg.muon.steps >= 1, "must be at least 1"),
+        ("muon.scale", cfg.muon.scale, cfg.muon.scale > 0, "must be above 0"),
+        ("adamw.beta1", cfg.adamw.beta1, 0 <= cfg.adamw.beta1 < 1, "must lie in 0..1, below 1"),
+        ("adamw.beta2", cfg.adamw.beta2, 0 <= cfg.adamw.beta2 < 1, "must lie in 0..1, below 1"),
+        ("adamw.eps", cfg.adamw.eps, cfg.adamw.eps > 0, "must be above 0"),
+    ]
+    broken = [f"optim.{name}={value}: {rule}" for name, value, kept, rule in rules if not kept]
+    if broken:
+        raise ValueError("\n".join(broken))

@@ -1,0 +1,49 @@
+"""The optimizer's state as flat named tensors, and back, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from optim.optimizer import Optimizer
+
+
+class StateError(ValueError):
+    """A saved state that does not fit this optimizer; the message lists every name."""
+
+
+def collect(optimizer: Optimizer) -> dict[str, Tensor]:
+    """`step`, `skipped`, and per parameter `.momentum` | `.exp_avg`, `.exp_avg_sq`, `.updates`, and `.master` for bf16."""
+    kinds = {
+        "master": optimizer.masters,
+        "momentum": optimizer.muon.momentum,
+        "exp_avg": optimizer.adamw.exp_avg,
+        "exp_avg_sq": optimizer.adamw.exp_avg_sq,
+        "updates": optimizer.adamw.updates,
+    }
+    out = {"step": optimizer._step, "skipped": optimizer._skipped}
+    for name in optimizer.parameters:
+        out |= {f"{name}.{kind}": tensors[name] for kind, tensors in kinds.items() if name in tensors}
+    return out
+
+
+@torch.no_grad()
+def restore(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Copies `tensors` into the optimizer's own; raises StateError before the first copy."""
+    own = collect(optimizer)
+    faults = [f"missing: {name}" for name in own if name not in tensors]
+    faults += [f"unknown: {name}" for name in tensors if name not in own]
+    for name in own.keys() & tensors.keys():
+        have, want = tensors[name], own[name]
+        if have.shape != want.shape or have.dtype != want.dtype:
+            faults.append(f"{name} is {tuple(have.shape)} {have.dtype}, this run needs {tuple(want.shape)} {want.dtype}")
+    if faults:
+        more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
+        lines = "\n  ".join(sorted(faults)[:20])
+        raise StateError(f"the saved optimizer state does not fit this model and optim config:\n  {lines}{more}")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])

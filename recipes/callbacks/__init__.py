@@ -1,0 +1,25 @@
+"""What happens around the steps of a training run: one file and one job each, in the order in which they run."""
+
+from recipes.callbacks.balance import Balance
+from recipes.callbacks.checkpoints import Checkpoints
+from recipes.callbacks.dense import DenseComparison
+from recipes.callbacks.evaluation import Evaluation
+from recipes.callbacks.metrics import Metrics
+from recipes.callbacks.pictures import Pictures
+from recipes.callbacks.progress import ProgressBar
+from recipes.callbacks.sample import Sample
+from recipes.callbacks.summary import Summary
+from recipes.callbacks.wandb import Wandb
+
+__all__ = [
+    "Balance",
+    "Checkpoints",
+    "DenseComparison",
+    "Evaluation",
+    "Metrics",
+    "Pictures",
+    "ProgressBar",
+    "Sample",
+    "Summary",
+    "Wandb",
+]

@@ -1,0 +1,34 @@
+"""A few lines that the trained model writes, so that a reader sees what the loss means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import k3
+from data.tokenizer import Tokenizer
+from recipes.console import say
+from recipes.trainer import Callback, Trainer
+
+TEMPERATURE = 0.8
+TOP_K = 50
+
+
+class Sample(Callback):
+    """Continues `prompt` by `tokens` tokens into sample.txt. The draw is fixed by `seed`."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, prompt: str, tokens: int, seed: int):
+        self.folder, self.tokenizer, self.prompt, self.tokens, self.seed = folder, tokenizer, prompt, tokens, seed
+
+    def complete(self, trainer: Trainer) -> None:
+        if not self.tokens:
+            return
+        device = trainer.objective.world.device
+        prompt = torch.tensor([self.tokenizer.encode(self.prompt)], dtype=torch.int64, device=device)
+        trainer.module.eval()
+        tokens = k3.generate(trainer.module, prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
+        text = self.tokenizer.decode(tokens[0].tolist())
+        trainer.results["sample"] = text
+        (self.folder / "sample.txt").write_text(text + "\n")
+        say("sample:\n" + "\n".join("    " + line for line in text.splitlines()))

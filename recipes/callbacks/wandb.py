@@ -1,0 +1,161 @@
+"""The same metrics to Weights & Biases: online where a key is configured, else into the run folder, to be synced later."""
+
+from __future__ import annotations
+
+import json
+import netrc
+import os
+import secrets
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any, Literal
+
+from recipes.callbacks.metrics import flat
+from recipes.config import WandbConfig, WandbMode
+from recipes.console import say
+from recipes.trainer import Callback, StepResult, Trainer
+
+PATIENCE = 5.0  # seconds for the server to answer at all
+START = 20.0  # seconds for a run to be registered there
+FINISH = 60.0  # seconds for what is left at the end; the rest stays on the disk
+FLUSH = 2.0  # seconds: what a killed process loses of the offline log (15 by default, and then the whole of a short run)
+
+
+class Wandb(Callback):
+    """Logs to the run whose id is in the folder's wandb.json, made at the first start, so that a resume continues it."""
+
+    def __init__(self, cfg: WandbConfig, folder: Path, config: dict[str, Any]):
+        self.cfg = cfg
+        self.folder = folder
+        self.config = config
+        self.run: Any = None
+        self.failed = True
+
+    def start(self, trainer: Trainer) -> None:
+        mode = wanted_mode(self.cfg.mode)
+        if mode is WandbMode.disabled:
+            return
+        if mode is WandbMode.online:
+            try:
+                self._online()
+                return
+            except ConnectionError as error:
+                say(f"W&B: {error}; logging offline in {self.folder}")
+        self.run = self._init("offline")
+        say(f"W&B: offline; send it with `wandb sync {Path(self.run.dir).parent}`")
+
+    def _online(self) -> None:
+        import wandb
+
+        url = base_url()
+        if not answers(url):
+            raise ConnectionError(f"{url} does not answer")
+        try:
+            self.run = self._init("online")
+        except Exception as error:  # whatever it is: a training run does not end because a dashboard is missing
+            wandb.teardown()  # its service would hold this run's id as in use
+            raise ConnectionError(f"{url} refuses this run ({' '.join(str(error).split())[:200]})") from error
+        say(f"W&B: {self.run.url}")
+
+    def _init(self, mode: Literal["online", "offline"]) -> Any:
+        import wandb
+
+        return wandb.init(
+            project=self.cfg.project,
+            name=self.cfg.name or self.folder.name,
+            id=run_id(self.folder),
+            resume="allow" if mode == "online" else None,  # offline it has no meaning: the fixed id and step merge the parts
+            dir=str(self.folder),
+            config=self.config,
+            settings=wandb.Settings(
+                mode=mode,
+                init_timeout=START,
+                finish_timeout=FINISH,
+                x_transaction_log_flush_interval=FLUSH,
+                console="off",  # the progress bar would be sent line by line
+                silent=True,
+            ),
+        )
+
+    def step(self, trainer: Trainer, result: StepResult) -> None:
+        if self.run is not None:
+            # an explicit step: a resumed run overwrites nothing and repeats nothing
+            self.run.log({key: value for key, value in flat(result.metrics) if key != "step"}, step=result.step)
+
+    def end(self, trainer: Trainer) -> None:
+        self.failed = False
+
+    def complete(self, trainer: Trainer) -> None:
+        if self.run is not None:
+            self.run.summary.update({key: value for key, value in flat(trainer.results.get("summary", {}))})
+
+    def close(self, trainer: Trainer) -> None:
+        if self.run is not None:
+            self.run.finish(exit_code=int(self.failed))
+            self.run = None
+
+
+def wanted_mode(configured: WandbMode) -> WandbMode:
+    """What `wandb.mode` means here: `auto` follows WANDB_MODE, else is online where there is a key and offline where not."""
+    if configured is not WandbMode.auto:
+        return configured
+    said = os.environ.get("WANDB_MODE")
+    if said in ("online", "offline", "disabled"):
+        return WandbMode[said]
+    return WandbMode.online if has_key() else WandbMode.offline
+
+
+def has_key() -> bool:
+    """Whether WANDB_API_KEY or the netrc file holds a key for the server; nothing is asked and nothing is sent."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlsplit(base_url()).hostname or ""
+    for file in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        try:
+            if file and netrc.netrc(str(Path(file).expanduser())).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def base_url() -> str:
+    """The server that the client would talk to, by its environment and its settings files."""
+    import wandb
+
+    return str(wandb.setup(wandb.Settings(silent=True)).settings.base_url)
+
+
+def answers(url: str, patience: float = PATIENCE) -> bool:
+    """Whether a server speaks HTTP at `url`, whatever it says, within `patience` seconds. Proxies of the environment are used.
+
+    In a thread: looking up a name has no time limit of its own.
+    """
+    heard = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=patience).close()
+            heard.set()
+        except urllib.error.HTTPError:
+            heard.set()
+        except (OSError, ValueError):
+            pass
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(patience)
+    return heard.is_set()
+
+
+def run_id(folder: Path) -> str:
+    """The id of this run folder's W&B run; made up and stored the first time."""
+    file = folder / "wandb.json"
+    if not file.is_file():
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps({"id": secrets.token_hex(4)}) + "\n")
+        partial.replace(file)
+    return json.loads(file.read_text())["id"]

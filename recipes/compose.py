@@ -1,0 +1,167 @@
+"""From `key=value` words to one typed, checked configuration, through Hydra's compose interface. Strict: nothing is dropped.
+
+Hydra lets `+typo=1` past the schema and answers in its own terms; here every word is judged before Hydra sees it, so that
+the message names the key, the value and the nearest thing that exists.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallel.config import data_parallel_size
+from recipes.config import GROUPS, Config, leaves
+from recipes.errors import UserError, first_line, suggestion
+from recipes.overrides import explain, judge
+from recipes.validate import check
+
+CONFIG_FILE = "config.yaml"  # the resolved configuration inside a run folder; a job is run from this file, never recomposed
+CONF = Path(__file__).parent / "conf"
+
+
+def compose(overrides: Sequence[str] = (), job: str = "pretrain") -> Config:
+    """The checked configuration of `k3 JOB overrides...`, with every default resolved (`run.dir`, `parallel.dp`).
+
+    With `run.resume` the folder's own configuration is the base, and the overrides change it. Raises UserError.
+    """
+    words = [judge(word) for word in overrides]
+    cfg = _from_hydra(job, [o.input_line for o in words if o.input_line])
+    folder = _resume_folder(cfg)
+    if folder is not None:
+        cfg = _continue(load_resolved(folder / CONFIG_FILE), cfg, words, folder)
+    check(cfg)
+    _fill(cfg)
+    return cfg
+
+
+def resolved_yaml(cfg: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg), resolve=True)
+
+
+def save_resolved(cfg: Config, path: str | Path) -> None:
+    """Writes the whole configuration as YAML; the folder is made, and a reader never sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(resolved_yaml(cfg))
+    partial.replace(path)
+
+
+def load_resolved(path: str | Path) -> Config:
+    """The configuration that `save_resolved` wrote. Raises UserError where the file is missing or is not one."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such configuration; a run folder holds one named {CONFIG_FILE}")
+    try:
+        return _typed(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    except Exception as error:  # YAML and schema errors have no common base
+        raise UserError(f"{path}: not a configuration of this version: {first_line(error)}") from error
+
+
+def get(cfg: Config, key: str) -> Any:
+    value: Any = cfg
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _set(cfg: Config, key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    owner: Any = get(cfg, ".".join(path)) if path else cfg
+    setattr(owner, last, value)
+
+
+def _from_hydra(job: str, overrides: list[str]) -> Config:
+    _store_groups()
+    GlobalHydra.instance().clear()
+    # Hydra reports which file it read at every compose; the user asked for none of it
+    logging.getLogger("hydra").setLevel(logging.WARNING)
+    try:
+        with initialize_config_dir(str(CONF), version_base=None):
+            return _typed(hydra_compose(job, overrides=overrides))
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        explain(error, overrides)
+
+
+def _store_groups() -> None:
+    store = ConfigStore.instance()
+    store.store("schema", Config)
+    for group, options in GROUPS.items():
+        for name, make in options.items():
+            store.store(name, make(), group=group)
+
+
+def _typed(node: Any) -> Config:
+    cfg = OmegaConf.to_object(node)
+    assert isinstance(cfg, Config)
+    return cfg
+
+
+def _resume_folder(cfg: Config) -> Path | None:
+    """The run folder to continue, or None for a fresh run."""
+    if cfg.run.resume is None:
+        return None
+    if cfg.run.resume == "auto":
+        if cfg.run.dir is None:
+            raise UserError("run.resume=auto: continues what is in run.dir, so give run.dir=FOLDER too")
+        folder = Path(cfg.run.dir)
+        return folder if (folder / CONFIG_FILE).is_file() else None
+    folder = Path(cfg.run.resume)
+    if not (folder / CONFIG_FILE).is_file():
+        runs = [str(p.parent) for p in Path("runs").glob(f"*/{CONFIG_FILE}")]
+        raise UserError(f"run.resume={folder}: no run is there (no {CONFIG_FILE}){suggestion(str(folder), runs)}")
+    if cfg.run.dir is not None and Path(cfg.run.dir).resolve() != folder.resolve():
+        raise UserError(f"run.dir={cfg.run.dir}: a run continues in its own folder, run.resume={folder}; leave run.dir out")
+    return folder
+
+
+def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Path) -> Config:
+    """`base`, the configuration of the run in `folder`, with what the user typed now and nothing else.
+
+    Whether a run may be continued with that is for recipes/run_folder.py to say, which also knows what is in the folder.
+    """
+    for word in words:
+        key = word.key_or_group
+        if key == "model":  # a preset sets all of the model; in the other groups an option sets the name
+            base.model = typed.model
+        else:
+            key = f"{key}.name" if key in GROUPS else key
+            _set(base, key, get(typed, key))
+    base.run.dir = str(folder)
+    return base
+
+
+def _fill(cfg: Config) -> None:
+    """Defaults that depend on other values or on the time, so that the saved file says what really ran."""
+    cfg.parallel.dp = data_parallel_size(cfg.parallel)
+    if cfg.parallel.sp is None:
+        cfg.parallel.sp = cfg.parallel.tp > 1
+    if cfg.run.dir is None:
+        base = f"runs/{_preset(cfg)}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        cfg.run.dir = base
+        number = 1
+        while Path(cfg.run.dir).exists():
+            number += 1
+            cfg.run.dir = f"{base}-{number}"
+
+
+def _preset(cfg: Config) -> str:
+    """The preset that the model is or was made from: the one with which most of its values agree."""
+    values = dict(leaves(cfg.model))
+
+    def agreement(name: str) -> int:
+        return sum(values[key] == value for key, value in leaves(GROUPS["model"][name]()))
+
+    return max(GROUPS["model"], key=agreement)

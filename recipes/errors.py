@@ -1,0 +1,45 @@
+"""What a user did wrong, and how it is said: one message, no traceback, exit code 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import Enum
+
+
+class UserError(Exception):
+    """A mistake in what the user typed or gave. The message names the key, the value and the fix."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that `word` most likely meant; a dotted key also matches by its last part (`lr` -> `optim.lr`)."""
+    names = list(known)
+    for name in names:
+        if name.lower() == word.lower():
+            return name
+    last = word.rsplit(".", 1)[-1]
+    tails = [name for name in names if name.rsplit(".", 1)[-1] == last]
+    if tails:
+        return difflib.get_close_matches(word, tails, n=1, cutoff=0.0)[0]
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
+    return close[0] if close else None
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`; the nearest is X`, or nothing where nothing is known."""
+    name = nearest(word, known)
+    return f"; the nearest is {name}" if name else ""
+
+
+def shown(value: object) -> str:
+    """A value as the user types it."""
+    if isinstance(value, Enum):
+        return value.name
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

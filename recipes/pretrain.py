@@ -1,0 +1,155 @@
+"""`k3 pretrain`: the main path, from a configuration to a trained model, its pictures and its summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+import data
+import k3
+import optim
+import parallel
+from parallel import checkpoint, cpu_backend
+from parallel.checkpoint import CheckpointError, seed_generators
+from parallel.world import World
+from recipes import callbacks as cb
+from recipes.callbacks.checkpoints import restore
+from recipes.config import Config, Precision
+from recipes.console import say
+from recipes.errors import UserError
+from recipes.interrupts import Interrupts
+from recipes.objective import Objective
+from recipes.run_folder import RunFolder, cut_metrics, open_run
+from recipes.summary import sizes
+from recipes.trainer import Trainer, TrainingError
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
+
+
+def pretrain(cfg: Config) -> int:
+    """Trains a model on text as `cfg` (from recipes.compose) says, or continues the run in `cfg.run.dir`.
+
+    Returns the exit code: 0 when complete or stopped by SIGTERM or SIGUSR1 with everything saved, 130 after Ctrl-C, 1 when
+    training failed. Raises UserError or DataError for what the user can mend.
+    """
+    show_logs()
+    if cfg.run.threads is not None:
+        torch.set_num_threads(cfg.run.threads)
+    folder = open_run(cfg)
+    try:
+        if folder.is_complete:
+            say((folder.path / "summary.txt").read_text() + f"{folder.path}: this run is complete")
+            return 0
+        with Interrupts() as interrupts:
+            return train(cfg, folder, interrupts)
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
+    finally:
+        folder.close()
+
+
+def train(cfg: Config, folder: RunFolder, interrupts: Interrupts) -> int:
+    """The run itself, inside a folder that is this process's own."""
+    cpu_backend.install()  # before anything imports megatron: reading token files already does
+    prepared = data.prepare(cfg.data, cfg.model.vocab_size)
+    heldout = data.heldout(cfg.data, prepared)
+    baselines = data.baselines(prepared, heldout)
+    world = parallel.start(cfg.parallel, cfg.run.device.name)
+    try:
+        trainer = build(cfg, cfg.model, world, prepared, steps=cfg.run.steps, position=position(folder, prepared.key))
+        trainer.asked_to_stop = lambda: bool(interrupts)
+        dense = dataclasses.replace(k3.preset("dense"), vocab_size=cfg.model.vocab_size)
+        cards = k3.cards(trainer.module)
+        heads = {name for name, card in cards.items() if card.blocks.per_head}
+        model = {"name": folder.path.name, **sizes(cards, cfg.model.moe.top_k)}
+        prompt = (cfg.run.sample_prompt, cfg.run.sample_tokens, cfg.run.seed)
+        trainer.callbacks = [
+            cb.Evaluation(heldout, baselines, cfg.run.eval_every),
+            cb.Balance(k3.balancers(trainer.module)),
+            cb.Metrics(folder.metrics, heads),
+            cb.ProgressBar(),
+            cb.Checkpoints(
+                folder.checkpoints, every=cfg.checkpoint.every, keep_last=cfg.checkpoint.keep_last, facts={"data": prepared.key}
+            ),
+            cb.Sample(folder.path, prepared.tokenizer(), *prompt),
+            *(
+                [cb.DenseComparison(lambda n: build(cfg, dense, world, prepared, steps=n), heldout)]
+                if cfg.run.compare_dense
+                else []
+            ),
+            cb.Pictures(folder.path),
+            cb.Summary(folder.path, model),
+            cb.Wandb(cfg.wandb, folder.path, plain(cfg)),
+        ]
+        say(trainer.optimizer.describe())
+        say(f"run {folder.path}: {model['parameters']:,} parameters, {model['active']:,} active a token, on {world.device}")
+        if folder.checkpoint is not None:
+            restore(trainer, folder.checkpoint)
+            say(f"continuing from {folder.checkpoint}")
+        else:
+            seed_generators(cfg.run.seed)
+        cut_metrics(folder.metrics, trainer.progress.step)
+        complete = trainer.run(cfg.run.steps)
+    except TrainingError as error:
+        last = checkpoint.latest(folder.checkpoints)
+        say(f"training stopped: {error}")
+        say(f"the last good state is {last}" if last else "no checkpoint was written yet")
+        return 1
+    finally:
+        parallel.stop()
+    if complete:
+        return 0
+    say(f"saved {trainer.results['checkpoint']} after step {trainer.progress.step} of {cfg.run.steps}; continue with\n")
+    say(f"    {folder.resume_command}")
+    return interrupts.exit_code
+
+
+def build(cfg: Config, model: k3.K3Config, world: World, prepared: data.Prepared, *, steps: int, position: int = 0) -> Trainer:
+    """A trainer at step 0 for a model of `cfg`'s data, optimizer and precision; its stream starts at step `position`."""
+    stage = k3.build(model, world, dtype=DTYPES[cfg.precision.name], seed=cfg.run.seed)
+    optimizer = optim.build(
+        cfg.optim, k3.cards(stage), steps=steps, clip_targets=k3.clip_targets(stage), balancers=k3.balancers(stage)
+    )
+    objective = Objective((1.0, *[model.mtp_weight] * model.mtp_layers), world)
+    of = {"rank": world.data_rank, "of": world.data_size, "horizon": objective.horizon}
+    return Trainer(stage, optimizer, data.stream(cfg.data, prepared, position=position, **of), objective)
+
+
+def position(folder: RunFolder, data_key: str) -> int:
+    """The step at which the data continues. Raises UserError where the run was trained on other data than there is now."""
+    if folder.checkpoint is None:
+        return 0
+    facts = checkpoint.facts(folder.checkpoint)
+    if facts["data"] != data_key:
+        raise UserError(
+            f"{folder.path}: was trained on the prepared data {facts['data']}, and the corpus now gives {data_key}: its files, "
+            "or the tokenizers package, have changed. Restore them, or start a new run"
+        )
+    return facts["data_position"]
+
+
+def plain(cfg: Config) -> dict[str, Any]:
+    """The configuration as a dashboard takes it: enums by name."""
+    return OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)  # type: ignore[return-value]
+
+
+def show_logs() -> None:
+    """Shows what the rooms below log (which kernel runs, what data preparation does), and not what their libraries warn of."""
+    for name in ("k3", "data"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.handlers = [_Says()]
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # "Transformer Engine and Apex are not installed"
+    warnings.filterwarnings("ignore", category=SyntaxWarning)  # megatron-core's, when it is compiled for the first time
+
+
+class _Says(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())

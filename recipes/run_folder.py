@@ -1,0 +1,140 @@
+"""The folder of one run: who may write to it, what a resume continues from, and its metrics file.
+
+config.yaml       the resolved configuration; a resume runs from it
+metrics.jsonl     one object a step
+checkpoints/      step_N/ and `latest`
+wandb.json        the id of the W&B run that every resume continues
+summary.txt/.json, loss.png, experts.png, residuals.png, sample.txt     when the run is complete
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from parallel import checkpoint
+from recipes.compose import CONFIG_FILE, leaves, load_resolved, save_resolved
+from recipes.config import Config
+from recipes.errors import UserError
+
+# What a resume may change. Everything else, `run.steps` included (the learning-rate schedule spans it), decides the numbers,
+# and a run continues as if it had never stopped.
+FREE = {
+    *("run.dir", "run.resume", "run.eval_every", "run.sample_tokens", "run.sample_prompt", "run.compare_dense"),
+    *("run.threads", "run.device", "checkpoint.every", "checkpoint.keep_last", "wandb.mode", "wandb.project", "wandb.name"),
+    "data.cache",
+}
+
+
+class RunFolder:
+    """A run folder that this process holds until `close`. `checkpoint` is what a resume continues from, else None."""
+
+    def __init__(self, path: Path, lock: IO[str], last: Path | None):
+        self.path = path
+        self.checkpoint = last
+        self._lock = lock
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def resume_command(self) -> str:
+        path = str(self.path)
+        plain = re.fullmatch(r"[\w./-]+", path)  # anything else Hydra wants in quotes, and the shell wants around those
+        return "k3 pretrain " + (f"run.resume={path}" if plain else shlex.quote(f'run.resume="{path}"'))
+
+    @property
+    def is_complete(self) -> bool:
+        return (self.path / "summary.json").is_file()
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def open_run(cfg: Config) -> RunFolder:
+    """The run folder of `cfg.run.dir`: a fresh one with its config.yaml, or the one that `cfg.run.resume` continues.
+
+    Raises UserError where the folder holds a run and no resume was asked for, where what was asked contradicts the run that
+    is there, where there is no checkpoint to continue, and where another process trains in it.
+    """
+    assert cfg.run.dir is not None, "compose fills run.dir"
+    path = Path(cfg.run.dir)
+    path.mkdir(parents=True, exist_ok=True)
+    lock = _hold(path)
+    try:
+        return _open(path, cfg, lock)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _open(path: Path, cfg: Config, lock: IO[str]) -> RunFolder:
+    last = checkpoint.latest(path / "checkpoints")
+    if not (path / CONFIG_FILE).is_file():
+        if last is not None or (path / "metrics.jsonl").exists():
+            raise UserError(f"run.dir={path}: holds a run without its {CONFIG_FILE}; give another folder")
+        save_resolved(cfg, path / CONFIG_FILE)
+        return RunFolder(path, lock, None)
+    if cfg.run.resume is None:
+        raise UserError(f"run.dir={path}: already holds a run; continue it with run.resume={path}, or give another folder")
+    if last is None and cfg.run.resume != "auto":
+        raise UserError(
+            f"run.resume={path}: the run has no checkpoint yet, so there is nothing to continue; "
+            f"begin it again with run.dir={path} run.resume=auto"
+        )
+    saved = dict(leaves(load_resolved(path / CONFIG_FILE)))
+    changed = [(key, saved[key], value) for key, value in leaves(cfg) if key not in FREE and value != saved[key]]
+    if changed:
+        lines = [f"{key}={_shown(new)}: the run in {path} has {_shown(old)}" for key, old, new in changed]
+        raise UserError("\n".join(lines) + "\na resumed run continues as it began: leave this out, or start a new run")
+    return RunFolder(path, lock, last)
+
+
+def _hold(path: Path) -> IO[str]:
+    """An exclusive lock on the folder. The file stays: removing it would let two processes hold two different files."""
+    lock = (path / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        raise UserError(
+            f"run.dir={path}: process {lock.read().strip()} trains in it; wait for it, or give another folder"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics file in order; a last line that was cut off by a kill is left out."""
+    if not path.is_file():
+        return
+    with path.open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Removes what a metrics file says about steps after `step`, which will be trained again, and a line that was cut off."""
+    kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
+    if path.is_file():
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(kept))
+        os.replace(partial, path)
+
+
+def _shown(value: Any) -> str:
+    return str(getattr(value, "name", value))

@@ -1,0 +1,164 @@
+"""The training loop: one step after another, and callbacks with one job each around it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+
+from data.batch import StepBatch
+from optim.optimizer import Optimizer, StepReport
+from parallel import schedule
+from recipes.objective import Objective
+
+MAX_SKIPPED = 10  # consecutive steps without a finite gradient after which training stops
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says since when and what to do."""
+
+
+class Steps(Protocol):
+    """Global batches, one a step; `position` is how many were taken, and where a resume begins."""
+
+    position: int
+
+    def __next__(self) -> StepBatch: ...
+
+
+@dataclass
+class StepResult:
+    """One finished step. Callbacks read it, and add what they measure to `metrics` (flat names, JSON values)."""
+
+    step: int  # from 1
+    losses: list[float]  # nats: next token, then each MTP layer
+    tokens: int  # of this step, over all data ranks
+    seconds: float
+    report: StepReport
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Progress:
+    """What a resume restores beside the tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    train_seconds: float = 0.0  # of steps alone: no evaluation, no saving
+    skipped_in_a_row: int = 0
+
+
+class Callback:
+    """Every method is optional. Callbacks run in the order of the list; `close` runs in reverse, also after an error."""
+
+    def start(self, trainer: Trainer) -> None:
+        """Before the first step of this process."""
+
+    def step(self, trainer: Trainer, result: StepResult) -> None:
+        """After each optimizer step."""
+
+    def end(self, trainer: Trainer) -> None:
+        """After the last step of this process, whether the run is complete or was asked to stop."""
+
+    def complete(self, trainer: Trainer) -> None:
+        """After `end`, when all steps are done."""
+
+    def close(self, trainer: Trainer) -> None:
+        """Always, and last."""
+
+
+class Trainer:
+    """Trains `module` up to a number of steps. `results` is where callbacks leave what later ones report."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        stream: Steps,
+        objective: Objective,
+        *,
+        callbacks: Sequence[Callback] = (),
+        progress: Progress | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ):
+        self.module = module
+        self.model = schedule.wrap(module, objective.world)
+        self.optimizer = optimizer
+        self.stream = stream
+        self.objective = objective
+        self.callbacks = list(callbacks)
+        self.progress = progress or Progress()
+        self.asked_to_stop = asked_to_stop
+        self.steps = 0
+        self.results: dict[str, Any] = {}
+
+    def run(self, steps: int) -> bool:
+        """Trains until `steps` steps are done in all, those before a resume included. Returns whether they are.
+
+        Raises TrainingError after MAX_SKIPPED steps in a row with a loss or gradient that is not finite.
+        """
+        self.steps = steps
+        self.module.train()
+        try:
+            self._each("start")
+            while self.progress.step < steps and not self.asked_to_stop():
+                result = self.train_step()
+                for callback in self.callbacks:
+                    callback.step(self, result)
+                self._check(result)
+            self._each("end")
+            return self.progress.step >= steps and self._each("complete")
+        finally:
+            for callback in reversed(self.callbacks):
+                callback.close(self)
+
+    def train_step(self) -> StepResult:
+        """Forward, backward and optimizer for the stream's next global batch."""
+        began = time.perf_counter()
+        batch = next(self.stream)
+        denominators = self.objective.denominators(batch.micro_batches)
+        self.model.zero_grad_buffer()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        shares = schedule.run_step(
+            self.model,
+            batch.micro_batches,
+            lambda model, micro: self.objective.forward(model, micro, batch.tokens),
+            lambda _, losses: self.objective.share(losses, denominators),
+            self.objective.world,
+        )
+        losses = self.objective.total(shares)
+        if not all(map(math.isfinite, losses)):
+            self._spoil_gradient()
+        report = self.optimizer.step()
+        seconds = time.perf_counter() - began
+        done = self.progress
+        done.step += 1
+        done.tokens += batch.tokens
+        done.train_seconds += seconds
+        done.skipped_in_a_row = done.skipped_in_a_row + 1 if report.skipped else 0
+        return StepResult(done.step, losses, batch.tokens, seconds, report)
+
+    def _spoil_gradient(self) -> None:
+        """Makes the optimizer skip the step: it judges by the gradient norm, and an infinite loss can have finite gradients."""
+        next(p for p in self.module.parameters() if p.requires_grad).main_grad.fill_(math.nan)  # type: ignore[attr-defined]
+
+    def _check(self, result: StepResult) -> None:
+        if self.progress.skipped_in_a_row >= MAX_SKIPPED:
+            first = result.step - self.progress.skipped_in_a_row + 1
+            raise TrainingError(
+                f"steps {first} to {result.step} had no finite loss and gradient (last: loss {result.losses[0]}, gradient norm "
+                f"{result.report.grad_norm}); none of them changed the parameters. Lower optim.lr or optim.grad_clip, or look "
+                f"for the data of these steps"
+            )
+
+    def _each(self, moment: str) -> bool:
+        """Calls every callback, or as many as there is time for once `complete` is asked to stop; returns whether all ran."""
+        for callback in self.callbacks:
+            if moment == "complete" and self.asked_to_stop():
+                return False
+            getattr(callback, moment)(self)
+        return True

@@ -1,0 +1,124 @@
+"""Everything about a composed configuration that this version cannot honour, in one message (design principle 5)."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.config import validate as validate_data
+from data.errors import DataError
+from k3.config import ConfigError
+from parallel.config import ParallelError, check_sizes
+from recipes.config import Config, Device, Precision, Qat
+from recipes.errors import UserError, shown
+
+Refusal = tuple[str, object, str]  # the key, its value, what is wrong and the fix
+
+
+def check(cfg: Config) -> None:
+    """Raises UserError with every refusal, one a line. Reads no data and starts nothing."""
+    lines: list[str] = []
+    for rule in (cfg.model.validate, lambda: check_sizes(cfg.parallel), lambda: validate_data(cfg.data)):
+        try:
+            rule()
+        except (ConfigError, ParallelError, DataError) as error:
+            lines.extend(str(error).splitlines())
+    rules = (*_precision(cfg), *_data(cfg), *_optim(cfg), *_run(cfg))
+    lines.extend(f"{key}={shown(value)}: {text}" for key, value, text in rules)
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def check_memory(cfg: Config) -> None:
+    """Raises UserError for a model that cannot fit a CPU machine: without it, the kernel would kill the process, or another."""
+    if _cuda():
+        return  # torch itself says so there, and harms nothing
+    import psutil
+
+    from k3.cards import describe
+
+    parameters = sum(math.prod(card.shape) for card in describe(cfg.model).values())
+    least = parameters * 12  # a weight, its gradient and its momentum, four bytes each: no precision takes less
+    there = psutil.virtual_memory().total
+    if least > there:
+        raise UserError(
+            f"model: its {parameters:,} parameters take at least {least / 2**30:,.0f} GiB with gradients and momentum, and this "
+            f"machine has {there / 2**30:,.0f} GiB; give a smaller one, such as model=nano"
+        )
+
+
+def _precision(cfg: Config) -> Iterator[Refusal]:
+    name = cfg.precision.name
+    if name in (Precision.fp8, Precision.mxfp8):
+        if not _cuda():
+            reason = "needs a CUDA device and there is none"
+        elif importlib.util.find_spec("transformer_engine") is None:
+            reason = "needs Transformer Engine, which is not installed (the extra `gpu`)"
+        else:
+            reason = "is not wired into pretraining in this version"
+        yield "precision", name, f"{reason}; give precision=bf16"
+    if cfg.qat is not Qat.none:
+        yield "qat", cfg.qat, "quantisation-aware training belongs to the phases after pretraining (report 4.1.4); give qat=none"
+    if cfg.run.device is Device.cuda and not _cuda():
+        yield "run.device", cfg.run.device, "there is no CUDA device; give run.device=auto"
+
+
+def _cuda() -> bool:
+    import torch  # only where the answer matters: it takes a second
+
+    return torch.cuda.is_available()
+
+
+def _data(cfg: Config) -> Iterator[Refusal]:
+    d = cfg.data
+    least = 2 + cfg.model.mtp_layers
+    if 1 <= d.seq_length < least:
+        yield "data.seq_length", d.seq_length, f"must be at least {least}: the last of {least - 1} predictions needs a target"
+    if d.corpus != "stdlib" and not Path(d.corpus).exists():
+        yield "data.corpus", d.corpus, "no such folder or file; give a folder of text, a .jsonl file, or stdlib"
+    if d.tokenizer != "train" and not Path(d.tokenizer).is_file():
+        yield "data.tokenizer", d.tokenizer, "no such file; give a tokenizer.json, or train"
+
+
+def _optim(cfg: Config) -> Iterator[Refusal]:
+    o = cfg.optim
+    for name, value in (("lr", o.lr), ("muon.scale", o.muon.scale), ("adamw.eps", o.adamw.eps), ("clip.tau", o.clip.tau)):
+        if not value > 0:  # also refuses nan
+            yield f"optim.{name}", value, "must be positive"
+    for name, value in (("weight_decay", o.weight_decay), ("grad_clip", o.grad_clip), ("router.lr_scale", o.router.lr_scale)):
+        if not value >= 0:
+            yield f"optim.{name}", value, "must be at least 0"
+    for name, value in (("muon.momentum", o.muon.momentum), ("adamw.beta1", o.adamw.beta1), ("adamw.beta2", o.adamw.beta2)):
+        if not 0 <= value < 1:
+            yield f"optim.{name}", value, "must lie in [0, 1)"
+    s = o.schedule
+    for name, value in (("warmup", s.warmup), ("min_lr", s.min_lr), ("decay", s.decay)):
+        if not 0 <= value <= 1:
+            yield f"optim.schedule.{name}", value, "is a fraction: must lie in [0, 1]"
+    if o.muon.steps < 1:
+        yield "optim.muon.steps", o.muon.steps, "must be at least 1"
+
+
+def _run(cfg: Config) -> Iterator[Refusal]:
+    r, c = cfg.run, cfg.checkpoint
+    for key, value, least in (
+        ("run.steps", r.steps, 1),
+        ("run.seed", r.seed, 0),
+        ("run.eval_every", r.eval_every, 0),
+        ("run.sample_tokens", r.sample_tokens, 0),
+        ("checkpoint.every", c.every, 0),
+        ("checkpoint.keep_last", c.keep_last, 1),
+    ):
+        if value < least:
+            yield key, value, f"must be at least {least}"
+    if r.threads is not None and r.threads < 1:
+        yield "run.threads", r.threads, "must be at least 1, or null for one a physical core"
+    if r.sample_tokens and not r.sample_prompt:
+        yield "run.sample_prompt", repr(r.sample_prompt), "a sample continues something; give some text, or run.sample_tokens=0"
+    if r.dir is not None:
+        there = next(p for p in (Path(r.dir), *Path(r.dir).absolute().parents) if p.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            yield "run.dir", r.dir, f"{there} is no folder that can be written to; give another"

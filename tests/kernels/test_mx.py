@@ -1,0 +1,121 @@
+"""MX formats against torchao and against the definition, ties and edges included."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+from kernels import mx
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+GRID = {"mxfp4": E2M1, "mxfp8": E4M3}
+MODES = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}
+
+
+def _numbers(rows: int, cols: int = 64, seed: int = 0) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, cols, generator=gen) * torch.exp2(torch.randint(-30, 30, (rows, 1), generator=gen).float())
+
+
+@pytest.mark.parametrize("rule", mx.RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", mx.FORMATS)
+def test_equals_torchao(format: str, dtype: torch.dtype, rule: str) -> None:
+    x = _numbers(256).to(dtype)
+    element = torch.float8_e4m3fn if format == "mxfp8" else torch.float4_e2m1fn_x2
+    scales, data = to_mx(x, element, 32, MODES[rule])
+    codes, got = mx.quantise(x, format, rule)
+    assert torch.equal(got, scales.view(torch.uint8).view_as(got))
+    want = data.view(torch.uint8)
+    assert torch.equal(mx.pack_mxfp4(codes) if format == "mxfp4" else codes, want.view(256, -1))
+
+
+@given(seed=st.integers(0, 2**20), shift=st.integers(-140, 120))
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("rule", mx.RULES)
+@pytest.mark.parametrize("format", mx.FORMATS)
+def test_elements_are_the_nearest_ones(format: str, rule: str, seed: int, shift: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    # multiples of 1/16 have many exact ties
+    x = (torch.randint(-160, 161, (2, 32), generator=gen).double() / 16) * 2.0**shift
+    codes, scales = mx.quantise(x, format, rule)
+    scale = 2.0 ** (scales.double() - 127)
+    size = (x / scale.view(2, 1)).abs().clamp(max=float(GRID[format][-1]))
+    distance = (size.unsqueeze(-1) - GRID[format]).abs()
+    near = distance == distance.amin(-1, keepdim=True)
+    even = near & (torch.arange(len(GRID[format])) % 2 == 0)
+    want = torch.where(near.sum(-1) > 1, even.int().argmax(-1), near.int().argmax(-1))
+    assert torch.equal((codes & (7 if format == "mxfp4" else 127)).long(), want)
+
+
+@pytest.mark.parametrize("format", mx.FORMATS)
+def test_scale_rules(format: str) -> None:
+    largest = {"mxfp4": 6.0, "mxfp8": 448.0}[format]
+    x = torch.zeros(4, 32, dtype=torch.float64)
+    x[0, 0], x[1, 0], x[2, 0] = largest, largest * (1 + 2**-40), 2.0
+    _, scales = mx.quantise(x, format, "rceil")
+    top = int(torch.tensor(largest).log2().floor())
+    assert scales.flatten().tolist() == [127, 128, 127 + 1 - top, 0]
+    _, scales = mx.quantise(x, format, "floor")
+    assert scales.flatten().tolist() == [127, 127, 127 + 1 - top, 0]
+
+
+def test_float64_is_not_rounded_twice() -> None:
+    # just above the middle of 1 and 1.125: float32 would first round it onto the tie, and the tie goes down to 1
+    x = torch.zeros(1, 32, dtype=torch.float64)
+    x[0, 0], x[0, 1] = 448.0, 1.0625 + 2.0**-40
+    assert float(mx.fake_quantise(x, "mxfp8")[0, 1]) == 1.125
+
+
+def test_floor_saturates_and_rceil_does_not() -> None:
+    x = torch.full((1, 32), 7.5)
+    assert mx.fake_quantise(x, "mxfp4", "floor").unique().item() == 6.0
+    assert mx.fake_quantise(x, "mxfp4", "rceil").unique().item() == 8.0
+
+
+@pytest.mark.parametrize("rule", mx.RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("format", mx.FORMATS)
+def test_numbers_on_the_grid_survive(format: str, dtype: torch.dtype, rule: str) -> None:
+    once = mx.fake_quantise(_numbers(64).to(dtype), format, rule)
+    assert once.dtype == dtype
+    assert torch.equal(mx.fake_quantise(once, format, rule), once)
+
+
+@pytest.mark.parametrize("format", mx.FORMATS)
+def test_a_block_with_nan_or_infinity_is_nan(format: str) -> None:
+    x = torch.ones(3, 32)
+    x[0, 3], x[1, 5] = torch.nan, torch.inf
+    codes, scales = mx.quantise(x, format)
+    assert scales.flatten().tolist()[:2] == [255, 255]
+    out = mx.dequantise(codes, scales, format)
+    assert out[:2].isnan().all() and torch.equal(out[2], x[2])
+
+
+def test_gradient_passes_straight_through() -> None:
+    x = _numbers(4).requires_grad_()
+    up = torch.randn(4, 64)
+    mx.fake_quantise(x, "mxfp4").backward(up)
+    assert torch.equal(x.grad, up)
+
+
+def test_pack_puts_the_even_column_low() -> None:
+    codes = torch.tensor([[1, 15, 0, 7]], dtype=torch.uint8)
+    assert mx.pack_mxfp4(codes).tolist() == [[0xF1, 0x70]]
+    assert torch.equal(mx.unpack_mxfp4(mx.pack_mxfp4(codes)), codes)
+
+
+def test_errors_name_the_fix() -> None:
+    with pytest.raises(ValueError, match="multiple of 32"):
+        mx.quantise(torch.zeros(2, 33), "mxfp4")
+    with pytest.raises(ValueError, match="one of mxfp4, mxfp8"):
+        mx.quantise(torch.zeros(2, 32), "mxfp6")
+    with pytest.raises(ValueError, match="one of rceil, floor"):
+        mx.quantise(torch.zeros(2, 32), "mxfp4", "round")
+    with pytest.raises(ValueError, match="one per 32"):
+        mx.dequantise(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8), "mxfp4")
+    with pytest.raises(ValueError, match="even last axis"):
+        mx.pack_mxfp4(torch.zeros(3, dtype=torch.uint8))

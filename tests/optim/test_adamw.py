@@ -1,0 +1,57 @@
+"""AdamW against torch's own."""
+
+import pytest
+import torch
+
+from optim import adamw as module
+from optim.adamw import AdamW
+from optim.config import AdamWConfig, OptimConfig, OptimizerName
+from optim.table import assign
+from parallel.cards import Optimizer
+from tests.optim import cases
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("limit", [1 << 26, 1000])
+def test_equals_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: int) -> None:
+    monkeypatch.setattr(module, "BATCH_ELEMENTS", limit)
+    ours, theirs = cases.parameters(dtype), cases.parameters(dtype)
+    cards = cases.table(ours)
+    rows = assign(cards, OptimConfig(name=OptimizerName.adamw)).of(Optimizer.ADAMW)
+    weights = {n: p.data for n, p in ours.items()}
+    optimizer = AdamW(AdamWConfig(), rows, weights)
+    groups = [
+        {"params": [p for n, p in theirs.items() if cards[n].decay == decays], "weight_decay": 0.1 if decays else 0.0}
+        for decays in (True, False)
+    ]
+    reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    for seed in range(4):
+        cases.give_gradients(theirs, seed)
+        gradients = {n: p.grad * 4 for n, p in theirs.items() if p.grad is not None}
+        optimizer.step(weights, gradients, lr=0.01, decay=0.1, scale=0.25)  # the scale undoes the 4
+        reference.step()
+    for name, p in theirs.items():
+        torch.testing.assert_close(weights[name], p.data, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-14)
+
+
+def test_a_late_gradient_starts_like_a_fresh_one() -> None:
+    tensors = cases.parameters()
+    weights = {n: p.data for n, p in tensors.items()}
+    optimizer = AdamW(AdamWConfig(), assign(cases.table(tensors), OptimConfig()).of(Optimizer.ADAMW), weights)
+    norm, router = "layers.0.norm.weight", "layers.0.router.weight"
+    before = weights[norm].clone()
+    for _ in range(5):
+        optimizer.step(weights, {router: torch.ones(3, 32)}, lr=0.01, decay=0.1, scale=1.0)
+    assert torch.equal(weights[norm], before) and not optimizer.exp_avg[norm].any()
+    optimizer.step(weights, {norm: torch.full((32,), 7.0)}, lr=0.01, decay=0.1, scale=1.0)
+    torch.testing.assert_close(weights[norm], before - 0.01, rtol=0, atol=1e-6)  # a first step is lr times the sign
+
+
+def test_a_zero_gradient_does_nothing_but_decay() -> None:
+    tensors = cases.parameters(torch.float64)
+    weights = {n: p.data for n, p in tensors.items()}
+    before = {n: w.clone() for n, w in weights.items()}
+    optimizer = AdamW(AdamWConfig(), assign(cases.table(tensors), OptimConfig()).of(Optimizer.ADAMW), weights)
+    optimizer.step(weights, {n: torch.zeros_like(w) for n, w in weights.items()}, lr=0.01, decay=0.1, scale=1.0)
+    assert torch.equal(weights["layers.0.norm.weight"], before["layers.0.norm.weight"])
+    torch.testing.assert_close(weights["layers.0.router.weight"], before["layers.0.router.weight"] * (1 - 0.001))

@@ -1,0 +1,164 @@
+"""The real W&B client: offline, online against a server on the loopback, and with servers that are of no use."""
+
+import json
+import math
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import wandb
+
+from optim import StepReport
+from recipes.callbacks.wandb import Wandb, answers, has_key, run_id, wanted_mode
+from recipes.config import WandbConfig, WandbMode
+from recipes.trainer import StepResult
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_configuration(monkeypatch, tmp_path):
+    """Neither this machine's key nor its settings."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_RUN_ID", "WANDB_PROJECT", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    wandb.teardown()  # it reads the environment once a process
+    yield
+    wandb.teardown()
+
+
+def log(folder: Path, mode: WandbMode, steps: range, *, broken: bool = False) -> Wandb:
+    """One process's part of a run, as the trainer calls it."""
+    folder.mkdir(exist_ok=True)
+    callback = Wandb(WandbConfig(mode=mode), folder, {"model": {"layers": 9}})
+    trainer = SimpleNamespace(results={"summary": {"heldout_loss": 2.5, "dense": None}})
+    callback.start(trainer)
+    for step in steps:
+        metrics = {"step": step, "loss": 5.0 / step, "max_logit": math.nan, "load/experts": {"a": [1, 2]}, "skipped": False}
+        callback.step(trainer, StepResult(step, [5.0], 128, 0.1, StepReport(step, 1e-3, 1.0, 1.0, False), metrics))
+    if not broken:
+        callback.end(trainer)
+        callback.complete(trainer)
+    callback.close(trainer)
+    return callback
+
+
+def records(part: Path) -> list[dict]:
+    """An offline run's log, read by the client's own command."""
+    program = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--json", str(part)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_offline_parts_make_one_series_of_one_run(tmp_path, capfd):
+    folder = tmp_path / "run"
+    log(folder, WandbMode.offline, range(1, 4))
+    log(folder, WandbMode.offline, range(4, 6))
+    said = capfd.readouterr()
+    assert said.out.count("W&B: offline; send it with `wandb sync ") == 2 and said.err == ""
+    parts = sorted(folder.glob("wandb/offline-run-*"))
+    assert len(parts) == 2, "each process writes its own part"
+    ids, steps = set(), []
+    for part in parts:
+        found = records(part)
+        ids |= {r["run"]["run_id"] for r in found if r["type"] == "run"}
+        history = [r["history"]["item"] for r in found if r["type"] == "history"]
+        steps += [item["_step"] for item in history]
+        assert all(item["loss"] == 5.0 / item["_step"] and "max_logit" not in item for item in history)
+        assert not any("experts" in key for item in history for key in item)
+    assert ids == {run_id(folder)} and sorted(steps) == [1, 2, 3, 4, 5]
+
+
+def test_without_a_key_auto_is_offline(tmp_path, monkeypatch):
+    assert wanted_mode(WandbMode.auto) is WandbMode.offline and not has_key()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert wanted_mode(WandbMode.auto) is WandbMode.online
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wanted_mode(WandbMode.auto) is WandbMode.disabled
+    assert wanted_mode(WandbMode.offline) is WandbMode.offline, "what the user types wins over the environment"
+
+
+def test_a_key_in_netrc_counts_for_its_server_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://metrics.example.org:8080")
+    netrc = tmp_path / "home/.netrc"
+    netrc.write_text(f"machine other.example.org login user password {KEY}\n")
+    netrc.chmod(0o600)
+    assert not has_key()
+    netrc.write_text(f"machine metrics.example.org login user password {KEY}\n")
+    assert has_key()
+
+
+def test_disabled_writes_nothing(tmp_path):
+    assert log(tmp_path / "run", WandbMode.disabled, range(1, 3)).run is None
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_online_a_resume_continues_the_same_run(tmp_path, monkeypatch, capfd):
+    from tests.recipes.wandb_server import Server
+
+    folder = tmp_path / "run"
+    with Server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        log(folder, WandbMode.auto, range(1, 4))
+        log(folder, WandbMode.auto, range(4, 6))
+    assert "offline" not in capfd.readouterr().out
+    assert list(server.runs) == [run_id(folder)]
+    assert server.resumed == [run_id(folder)], "the second part asked for the first"
+    history = server.runs[run_id(folder)]
+    assert sorted(history) == [1, 2, 3, 4, 5]
+    assert [history[step]["loss"] for step in sorted(history)] == [5.0 / step for step in range(1, 6)]
+
+
+def offline_within(seconds: float, folder: Path, capfd, reason: str) -> None:
+    began = time.monotonic()
+    log(folder, WandbMode.auto, range(1, 3))
+    assert time.monotonic() - began < seconds
+    said = capfd.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if line.strip()]
+    assert len(lines) == 2 and reason in lines[0] and "logging offline" in lines[0] and "wandb sync" in lines[1], lines
+    (part,) = folder.glob("wandb/offline-run-*")
+    assert [r["history"]["item"]["_step"] for r in records(part) if r["type"] == "history"] == [1, 2]
+
+
+def test_no_server_is_one_line_and_offline(tmp_path, monkeypatch, capfd):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    offline_within(60, tmp_path / "run", capfd, f"http://127.0.0.1:{port} does not answer")
+
+
+def test_a_server_that_never_answers_is_one_line_and_offline(tmp_path, monkeypatch, capfd):
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        assert not answers(url, patience=0.5)
+        offline_within(60, tmp_path / "run", capfd, "does not answer")
+
+
+def test_a_server_that_refuses_is_one_line_and_offline(tmp_path, monkeypatch, capfd):
+    from tests.recipes.wandb_server import Server
+
+    with Server(status=401) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        offline_within(60, tmp_path / "run", capfd, "refuses this run")
+
+
+def test_a_failed_run_is_marked_failed(tmp_path):
+    log(tmp_path / "run", WandbMode.offline, range(1, 2), broken=True)
+    (part,) = (tmp_path / "run").glob("wandb/offline-run-*")
+    assert [r["exit"]["exit_code"] for r in records(part) if r["type"] == "exit"] == [1]
