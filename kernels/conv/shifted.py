@@ -124,13 +124,12 @@ class ShortConv(torch.autograd.Function):
         x_TBC, d_TBC, taps_WC = x.transpose(0, 1), d_out.transpose(0, 1), weight.t().to(math).contiguous()
         d_x_TBC = torch.empty_like(x_TBC)
         d_taps_WC = torch.zeros_like(taps_WC)
-        size = 0
-        for start, end in reversed(list(_blocks(x_TBC, weight.shape[1]))):
-            if not size:
-                # d_before of a block and of the W-1 steps after it; products with x are summed over blocks before over time
-                size = next(b - a for a, b in _blocks(x_TBC, weight.shape[1]))
-                d_before = _zeros_like(x_TBC, size + last, math)
-                sums = [_zeros_like(x_TBC, size, math) for _ in range(last + 1)]
+        blocks = list(_blocks(x_TBC, weight.shape[1]))
+        size = max((end - start for start, end in blocks), default=0)
+        # d_before of a block and of the W-1 steps after it; products with x are summed over blocks before over time
+        d_before = _zeros_like(x_TBC, size + last, math)
+        sums = [_zeros_like(x_TBC, size, math) for _ in range(last + 1)]
+        for start, end in reversed(blocks):
             steps = end - start
             after = d_before[:last].clone()
             d_before[steps : steps + last] = after
@@ -150,15 +149,14 @@ class ShortConv(torch.autograd.Function):
                 first = max(start, back)
                 if first < end:
                     sums[back][: end - first].addcmul_(here[first - start :], seen[first - back - low : end - back - low])
-        if size:
-            for back in range(last + 1):
-                d_taps_WC[last - back] = sums[back].sum((0, 1))
+        for back in range(last + 1):
+            d_taps_WC[last - back] = sums[back].sum((0, 1))
         d_state = None if state is None else torch.zeros(state.shape, dtype=math, device=state.device)
         if windows is not None:
             inputs = windows.gather(x_TBC, state, math)
             before = (inputs * taps_WC).sum(1)
             d_before_AC = torch.ops.aten.silu_backward(d_TBC[windows.time, windows.row].to(math), before)
-            d_taps_WC += torch.einsum("awc,ac->wc", inputs, d_before_AC)
+            d_taps_WC += (inputs * d_before_AC.unsqueeze(1)).sum(0)
             windows.scatter(d_before_AC.unsqueeze(1) * taps_WC, d_x_TBC, d_state)
         d_weight = d_taps_WC.t().to(weight.dtype)
         return d_x_TBC.transpose(0, 1), d_weight, None, None if d_state is None else d_state.to(state.dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 PADDING_LIMIT = 2.0  # padded rows over real rows
+FEW_ROWS = 16  # below, CPU products switch to code whose rounding differs
 
 # (x [N, I], matrices [E, I, O], counts [E]) -> [N, O]; and (left [N, O], right [N, I], counts [E]) -> [E, O, I]
 Rows = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -81,6 +82,24 @@ def _single_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
+def _settled(way: Way, x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """`way.rows`, with every expert's batch brought to a size at which the CPU's products treat each row alike.
+
+    Small batches, and in float64 those that do not fill the vector registers, take other code paths: a token's result would
+    depend, in its last bit, on how many tokens share its expert, later ones included.
+    """
+    sizes = counts.clamp(min=FEW_ROWS)
+    if x.dtype == torch.float64:
+        sizes = (sizes + 7) // 8 * 8
+    sizes = torch.where(counts > 0, sizes, 0)
+    if x.dtype == torch.bfloat16 or torch.equal(sizes, counts):
+        return way.rows(x, matrices, counts)
+    slots = torch.repeat_interleave((sizes.cumsum(0) - sizes) - (counts.cumsum(0) - counts), counts) + torch.arange(len(x))
+    roomy = x.new_zeros(int(sizes.sum()), x.shape[1])
+    roomy[slots] = x
+    return way.rows(roomy, matrices, sizes)[slots]
+
+
 LIBRARY = Way(_library_rows, _library_outer)
 PADDED = Way(_padded_rows, _padded_outer)
 SINGLE = Way(_single_rows, _single_outer)
@@ -109,7 +128,8 @@ class GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, counts)
         if not x.shape[0]:
             return x.new_zeros(0, weight.shape[1])
-        return way.rows(x, weight.transpose(1, 2), counts)
+        matrices = weight.transpose(1, 2)
+        return _settled(way, x, matrices, counts) if x.device.type == "cpu" else way.rows(x, matrices, counts)
 
     @staticmethod
     @once_differentiable

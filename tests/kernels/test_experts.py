@@ -132,3 +132,18 @@ def test_wrong_arguments_are_named(change, words):
     arguments = {"counts": torch.tensor(EVEN), "gate_up": gate_up, "down": down, "probs": probs} | change
     with pytest.raises(ValueError, match=words):
         grouped_mlp(x, arguments["counts"], arguments["gate_up"], arguments["down"], situ_glu, arguments["probs"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_token_s_result_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
+    """Bitwise: otherwise later tokens, by choosing the same expert, would change the rounding of earlier ones."""
+    torch.manual_seed(0)
+    counts = torch.tensor([40, 17, 64])
+    x = torch.randn(121, 32, dtype=dtype)
+    gate_up, down = torch.randn(3, 48, 32, dtype=dtype), torch.randn(3, 32, 24, dtype=dtype)
+    whole = grouped_mlp(x, counts, gate_up, down, swiglu, None).split(counts.tolist())
+    for fewer in ([1, 2, 3], [5, 0, 11], [23, 16, 33]):
+        part = torch.cat([piece[:n] for piece, n in zip(x.split(counts.tolist()), fewer)])
+        got = grouped_mlp(part, torch.tensor(fewer), gate_up, down, swiglu, None).split(fewer)
+        for a, b, n in zip(got, whole, fewer):
+            assert torch.equal(a, b[:n])
