@@ -33,14 +33,13 @@ def saturation(dtype: torch.dtype) -> float:
 def log_decay(z: Tensor, rate: Tensor, dt_bias: Tensor, *, gate: str, lower_bound: float) -> Tensor:
     """The log-decay g of every step, of the broadcast shape of the arguments.
 
-    `rate` = exp(A_log), shaped to broadcast against z [..., K] as `dt_bias` is. Differentiable. Values past `saturation` are
-    clamped to it, which changes neither g's effect (the decay is 0 there already) nor any gradient (0 there already), and
-    keeps infinities out of products with zero.
+    `rate` = exp(A_log), shaped to broadcast against z [..., K] as `dt_bias` is. Differentiable. An unbounded g past
+    `saturation` is clamped to it, which changes neither its effect (the decay is 0 there already) nor any gradient (0 there
+    already), and keeps large numbers out of sums with small ones and of products with zero.
     """
-    limit = saturation(z.dtype)
     if gate == "softplus":
-        return (-rate * F.softplus(z + dt_bias)).clamp(min=-limit)
-    return lower_bound * torch.sigmoid((rate * (z + dt_bias)).clamp(-limit, limit))
+        return (-rate * F.softplus(z + dt_bias)).clamp(min=-saturation(z.dtype))
+    return lower_bound * torch.sigmoid(rate * (z + dt_bias))
 
 
 def log_decay_backward(dg: Tensor, g: Tensor, z: Tensor, rate: Tensor, dt_bias: Tensor, *, gate: str) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,8 @@ def count(scores: Tensor, cutoff: Tensor, bias: Tensor, bins: int, mask: Tensor 
     experts = scores.shape[1]
     low, high = limits(bias)
     width = (high - low) / bins
-    place = ((cutoff - low).unsqueeze(1) - scores).div_(width).long().clamp_(0, bins - 1)
+    # the difference first: at bias zero the (k+1)-th expert lies on a bin edge, and must fall on one side in every batch
+    place = (cutoff.unsqueeze(1) - scores).sub_(low).div_(width).long().clamp_(0, bins - 1)
     place += torch.arange(experts, device=scores.device) * bins
     if scores.device.type == "cpu":  # bincount reads the largest index back, which a GPU would have to wait for
         flat = (place if mask is None else place[mask]).reshape(-1)

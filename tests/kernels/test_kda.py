@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.kda import fla, kda, layout, tiles
+from kernels.kda.gate import log_decay, log_decay_backward
 from kernels.kda.inverse import unit_lower_inverse
 
 NAMES = ("q", "k", "v", "z", "beta_logit", "A_log", "dt_bias")
@@ -123,6 +124,17 @@ def test_saturated_gates_give_finite_gradients(logit: float, backend: str, gate:
     got = run(inputs, gate=gate, backend=backend)
     assert all(torch.isfinite(t).all() for t in got.values())
     assert got["d_z"][:, ::2].abs().max() < 1e-6
+
+
+def test_the_gate_keeps_its_derivative_near_the_floor() -> None:
+    z = torch.tensor([4.0, 10.0, 14.0, 17.0, 60.0])
+    one, zero = torch.ones(()), torch.zeros(())
+    exact = z.double().requires_grad_()
+    (log_decay(-exact, one.double(), zero.double(), gate="bounded", lower_bound=-5.0) * -1).sum().backward()  # by symmetry
+    g = log_decay(z, one, zero, gate="bounded", lower_bound=-5.0)
+    dz, d_log_rate = log_decay_backward(torch.ones_like(z), g, z, one, zero, gate="bounded")
+    torch.testing.assert_close(dz.double(), -exact.grad.abs(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(d_log_rate, z * dz)
 
 
 @pytest.mark.parametrize("gate", ["bounded", "softplus"])
