@@ -7,7 +7,7 @@ import logging
 import numpy as np
 
 from data.batch import Batch, collate
-from data.config import DataConfig, validate
+from data.config import DataConfig, micro_batch, validate
 from data.prepare import Prepared, token_array
 from data.stream import shuffled
 
@@ -75,5 +75,6 @@ def _batches(tokens: np.ndarray, starts: np.ndarray, fill: int, cfg: DataConfig,
     begins[len(tokens) : len(tokens) + 1] = True  # the padding is no one's continuation
     filled = np.arange(len(line)) < len(tokens)
     cut = np.arange(count)[:, None] * length + np.arange(length + 1)
-    rows = [cut[i : i + cfg.micro_batch_size] for i in range(0, count, cfg.micro_batch_size)]
+    size = micro_batch(cfg)
+    rows = [cut[i : i + size] for i in range(0, count, size)]
     return [collate(line[r], begins[r], horizon=horizon, filled=filled[r]) for r in rows]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.batch import Batch, StepBatch, collate
-from data.config import DataConfig, validate
+from data.config import DataConfig, micro_batch, validate
 from data.errors import DataError
 from data.prepare import Prepared
 
@@ -49,7 +49,7 @@ class Stream(Iterator[StepBatch]):
         self.position = position
         self._samples = samples
         self._rank, self._of, self._horizon = rank, of, horizon
-        self._batch_size, self._micro, self._length = cfg.batch_size, cfg.micro_batch_size, cfg.seq_length
+        self._batch_size, self._micro, self._length = cfg.batch_size, micro_batch(cfg, of), cfg.seq_length
 
     @property
     def epoch(self) -> float:

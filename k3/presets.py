@@ -32,10 +32,10 @@ def tiny() -> K3Config:
 def nano() -> K3Config:
     """The main job on a plain CPU: beats the bigram on real text in minutes."""
     return K3Config(
-        vocab_size=1024, hidden_size=192, layers=9, dense_size=384, residual_block=4, init_std=0.02, mtp_layers=1,
-        kda=KDAConfig(heads=3, head_dim=64),
-        mla=MLAConfig(heads=3, q_lora_rank=64, kv_lora_rank=48, nope_dim=48, rope_dim=16, v_dim=64),
-        moe=MoEConfig(experts=32, top_k=4, latent_size=96, expert_size=64),
+        vocab_size=1024, hidden_size=128, layers=9, dense_size=256, residual_block=4, init_std=0.02, mtp_layers=1,
+        kda=KDAConfig(heads=2, head_dim=64),
+        mla=MLAConfig(heads=2, q_lora_rank=48, kv_lora_rank=32, nope_dim=48, rope_dim=16, v_dim=64),
+        moe=MoEConfig(experts=32, top_k=4, latent_size=64, expert_size=64),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def choose(operator: str, backends: Sequence[Backend], *args: Any, only: str | N
 
     Raises ValueError naming every backend and its reason when none does.
     """
-    refusals = []
+    refusals: list[str] = []
     for backend in backends:
         if only is not None and backend.name != only:
             continue

@@ -61,7 +61,8 @@ class RunConfig:
     sample_prompt: str = "def "  # what the sample continues
     device: Device = Device.auto
     threads: int | None = None  # CPU threads; null: OMP_NUM_THREADS, by default one a physical core
-    compare_dense: bool = False  # also train model=dense for as long, and report both held-out losses
+    # this share of the run, from 0 to 1, is also trained with model=dense, for as long; the summary reports both held-out losses
+    compare_dense: float = 0.0
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import warnings
 from typing import Any
 
@@ -67,9 +68,10 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts) -> int:
         cards = k3.cards(trainer.module)
         heads = {name for name, card in cards.items() if card.blocks.per_head}
         model = {"name": folder.path.name, **sizes(cards, cfg.model.moe.top_k)}
+        compared = math.ceil(cfg.run.steps * cfg.run.compare_dense) or None
         prompt = (cfg.run.sample_prompt, cfg.run.sample_tokens, cfg.run.seed)
         trainer.callbacks = [
-            cb.Evaluation(heldout, baselines, cfg.run.eval_every),
+            cb.Evaluation(heldout, baselines, cfg.run.eval_every, also=compared),
             cb.Balance(k3.balancers(trainer.module)),
             cb.Metrics(folder.metrics, heads),
             cb.ProgressBar(),
@@ -78,8 +80,8 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts) -> int:
             ),
             cb.Sample(folder.path, prepared.tokenizer(), *prompt),
             *(
-                [cb.DenseComparison(lambda n: build(cfg, dense, world, prepared, steps=n), heldout)]
-                if cfg.run.compare_dense
+                [cb.DenseComparison(lambda n: build(cfg, dense, world, prepared, steps=n), heldout, folder.metrics, compared)]
+                if compared
                 else []
             ),
             cb.Pictures(folder.path),

@@ -26,7 +26,7 @@ from recipes.errors import UserError
 # What a resume may change. Everything else, `run.steps` included (the learning-rate schedule spans it), decides the numbers,
 # and a run continues as if it had never stopped.
 FREE = {
-    *("run.dir", "run.resume", "run.eval_every", "run.sample_tokens", "run.sample_prompt", "run.compare_dense"),
+    *("run.dir", "run.resume", "run.eval_every", "run.sample_tokens", "run.sample_prompt"),
     *("run.threads", "run.device", "checkpoint.every", "checkpoint.keep_last", "wandb.mode", "wandb.project", "wandb.name"),
     "data.cache",
 }

@@ -104,9 +104,9 @@ def text(s: dict[str, Any], folder: str) -> str:
         )
     if (d := s["dense"]) is not None:
         lines.append(
-            f"equal time  a dense transformer of {d['parameters'] / 1e6:.2f} M parameters reached {d['heldout_loss']:.4f} nats "
-            f"in {d['train_seconds']:.0f} s ({d['steps']} steps, {d['tokens']:,} tokens); K3 is "
-            f"{abs(d['heldout_loss'] - held):.4f} {'lower' if held < d['heldout_loss'] else 'higher'}"
+            f"equal time  at {d['share_of_schedule']:.0%} of its schedule a dense transformer of {d['parameters'] / 1e6:.2f} M "
+            f"parameters stood at {d['heldout_loss']:.4f} nats after {d['train_seconds']:.0f} s ({d['steps']} steps, "
+            f"{d['tokens']:,} tokens); K3 at {d['k3_heldout_loss']:.4f} after {d['k3_train_seconds']:.0f} s"
         )
     if s["skipped_steps"]:
         lines.append(f"skipped     {s['skipped_steps']} steps without a finite loss and gradient")

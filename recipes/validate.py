@@ -114,6 +114,8 @@ def _run(cfg: Config) -> Iterator[Refusal]:
     ):
         if value < least:
             yield key, value, f"must be at least {least}"
+    if not 0 <= r.compare_dense <= 1:
+        yield "run.compare_dense", r.compare_dense, "is a share of the run: must lie in [0, 1]"
     if r.threads is not None and r.threads < 1:
         yield "run.threads", r.threads, "must be at least 1, or null for one a physical core"
     if r.sample_tokens and not r.sample_prompt:

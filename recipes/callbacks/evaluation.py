@@ -12,12 +12,13 @@ from recipes.trainer import Callback, StepResult, Trainer
 
 
 class Evaluation(Callback):
-    """Adds `heldout_loss` (nats per token) to the metrics every `every` steps (0: only at the end) and at the last one."""
+    """Adds `heldout_loss` (nats per token) to the metrics every `every` steps (0: only at the end), at `also` and at the last."""
 
-    def __init__(self, batches: Sequence[Batch], baselines: Baselines, every: int):
+    def __init__(self, batches: Sequence[Batch], baselines: Baselines, every: int, also: int | None = None):
         self.batches = batches
         self.baselines = baselines
         self.every = every
+        self.also = also
 
     def start(self, trainer: Trainer) -> None:
         tokens = sum(int(batch.loss_mask[0].sum()) for batch in self.batches)
@@ -26,7 +27,7 @@ class Evaluation(Callback):
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
         due = self.every > 0 and result.step % self.every == 0
-        if not due and result.step != trainer.steps:
+        if not due and result.step not in (self.also, trainer.steps):
             return
         loss = heldout_loss(trainer.module, self.batches, trainer.objective.world)
         result.metrics |= {"heldout_loss": loss, "bigram_loss": self.baselines.bigram, "unigram_loss": self.baselines.unigram}

@@ -25,9 +25,8 @@ class Pictures(Callback):
 
     def complete(self, trainer: Trainer) -> None:
         records = list(read_metrics(self.folder / "metrics.jsonl"))
-        dense = trainer.results.get("dense")
         figures = {
-            "loss.png": loss(records, dense["heldout_loss"] if dense else None),
+            "loss.png": loss(records, trainer.results.get("dense")),
             "experts.png": experts(records),
             "residuals.png": residuals({name: w.tolist() for name, w in k3.residual_weights(trainer.module).items()}),
         }
@@ -49,8 +48,8 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def loss(records: list[dict[str, Any]], dense: float | None = None) -> Figure | None:
-    """Training loss, held-out loss and the n-gram lines over the tokens read."""
+def loss(records: list[dict[str, Any]], dense: dict[str, Any] | None = None) -> Figure | None:
+    """Training loss, held-out loss and the n-gram lines over the tokens read; the dense model where K3 was after equal time."""
     train = [(r["tokens"], r["loss"]) for r in records if r["loss"] is not None]
     if not train:
         return None
@@ -61,8 +60,11 @@ def loss(records: list[dict[str, Any]], dense: float | None = None) -> Figure | 
     if heldout:
         axes.plot(*zip(*heldout), color="tab:red", marker="o", markersize=4, label=f"held-out ({heldout[-1][1]:.3f})")
     last = next((r for r in reversed(records) if "bigram_loss" in r), None)
-    lines = {"unigram": (last or {}).get("unigram_loss"), "bigram": (last or {}).get("bigram_loss"), "dense, equal time": dense}
-    for (name, value), style in zip(lines.items(), (":", "--", "-.")):
+    if dense is not None:
+        label = f"dense after equal time ({dense['heldout_loss']:.3f})"
+        axes.plot(dense["k3_tokens"], dense["heldout_loss"], color="black", marker="x", linestyle="", label=label)
+    lines = {"unigram": (last or {}).get("unigram_loss"), "bigram": (last or {}).get("bigram_loss")}
+    for (name, value), style in zip(lines.items(), (":", "--")):
         if value is not None:
             axes.axhline(value, color="gray", linestyle=style, label=f"{name} ({value:.3f})")
     axes.set(xlabel="tokens", ylabel="nats per token")

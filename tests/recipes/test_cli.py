@@ -153,7 +153,11 @@ def test_the_process_starts_itself_once_with_the_settings(tmp_path: Path):
         "import json, os, sys\nfrom recipes import launch\nprint('start', flush=True)\nlaunch.ensure()\n"
         "print(json.dumps({'argv': sys.argv[1:], 'env': dict(os.environ)}))\n"
     )
-    env = {k: v for k, v in os.environ.items() if k not in (*launch.ALLOCATOR, "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCHDYNAMO_DISABLE")}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in (*launch.ALLOCATOR, "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE")
+    }
     env |= {"MALLOC_TOP_PAD_": "4096", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, probe, "a b", "x=1"], env=env, capture_output=True, text=True, check=True, timeout=60)
     *starts, last = done.stdout.splitlines()

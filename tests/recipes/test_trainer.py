@@ -257,7 +257,7 @@ def test_long_runs_thin_out_the_details_only(make, tmp_path):
 
 
 def test_a_complete_run_leaves_everything(home, capsys):
-    code, folder = do(home, "complete", "run.steps=4", "run.eval_every=2", "run.compare_dense=true", "run.sample_tokens=5")
+    code, folder = do(home, "complete", "run.steps=4", "run.eval_every=2", "run.compare_dense=0.5", "run.sample_tokens=5")
     said = capsys.readouterr().out
     assert code == 0
     facts = json.loads((folder / "summary.json").read_text())
@@ -265,13 +265,14 @@ def test_a_complete_run_leaves_everything(home, capsys):
     last = metrics(folder)[-1]
     assert facts["heldout_loss"] == last["heldout_loss"] and facts["bigram_loss"] == last["bigram_loss"] < last["unigram_loss"]
     dense = facts["dense"]
+    assert dense["k3_heldout_loss"] == metrics(folder)[1]["heldout_loss"], "K3 at half of its schedule: step 2 of 4"
     assert dense["steps"] >= 1 and dense["tokens"] == dense["steps"] * 128 and dense["heldout_loss"] < math.log(256) + 0.5
     for name in ("loss.png", "experts.png", "residuals.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG"), name
     assert (folder / "sample.txt").read_text().startswith("def ")
     assert (folder / "checkpoints/latest").read_text() == "step_4\n"
     text = (folder / "summary.txt").read_text()
-    assert text.strip() in said and "equal time  a dense transformer" in text and "unigram" in text
+    assert text.strip() in said and "equal time  at 50% of its schedule a dense transformer" in text and "unigram" in text
     assert "layers.*.attention.q_proj.weight" in said and "muon" in said, "the parameter -> optimizer table"
     assert "step 4/4: loss" in said and "tokens/s" in said and "left" in said, "plain lines where there is no terminal"
     assert not (folder / "wandb").exists(), "wandb.mode=disabled"
