@@ -18,7 +18,7 @@ install:
 	@./install.sh
 
 pretrain: install
-	.venv/bin/k3 pretrain model=nano $(ARGS)
+	.venv/bin/k3 pretrain model=nano run.compare_dense=0.25 $(ARGS)
 
 test: install
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -63,21 +63,21 @@ class WeightClipConfig:
 @dataclass
 class RouterConfig:
     optimizer: RouterOptimizer = RouterOptimizer.adamw
-    lr_scale: float = 1.0  # times optim.lr
+    lr_scale: float = 0.05  # times optim.lr: a slow router keeps the experts' loads even
 
 
 @dataclass
 class ScheduleConfig:
     name: ScheduleName = ScheduleName.cosine
     warmup: float = 0.01  # fraction of run.steps (at least one step)
-    min_lr: float = 0.1  # fraction of optim.lr at the end
+    min_lr: float = 0.05  # fraction of optim.lr at the end
     decay: float = 0.2  # wsd: the fraction of run.steps that decays at the end
 
 
 @dataclass
 class OptimConfig:
     name: OptimizerName = OptimizerName.muon
-    lr: float = 2e-3
+    lr: float = 1.5e-2  # of nano's short run; larger models want less (K2: 2e-4)
     weight_decay: float = 0.1
     grad_clip: float = 1.0  # global gradient norm; 0 switches it off
     muon: MuonConfig = field(default_factory=MuonConfig)

@@ -53,7 +53,7 @@ class PrecisionConfig:
 @dataclass
 class RunConfig:
     dir: str | None = None  # the run folder; null: runs/<model>-<date>-<time>
-    steps: int = 200  # optimizer steps in all, those before a resume included
+    steps: int = 100  # optimizer steps in all, those before a resume included
     seed: int = 0  # of the initial parameters
     resume: str | None = None  # a run folder to continue, or "auto": continue what is in run.dir if anything is
     eval_every: int = 50  # steps between held-out losses; 0: only at the end
@@ -61,13 +61,13 @@ class RunConfig:
     sample_prompt: str = "def "  # what the sample continues
     device: Device = Device.auto
     threads: int | None = None  # CPU threads; null: OMP_NUM_THREADS, by default one a physical core
-    # this share of the run, from 0 to 1, is also trained with model=dense, for as long; the summary reports both held-out losses
+    # this share of the run, 0 to 1, is also trained with model=dense, for as long; the summary reports both held-out losses
     compare_dense: float = 0.0
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 100  # steps between checkpoints; 0: only at the end and on a signal
+    every: int = 50  # steps between checkpoints; 0: only at the end and on a signal
     keep_last: int = 2  # older ones are deleted
 
 
