@@ -5,10 +5,12 @@ import torch
 
 from optim import adamw as module
 from optim.adamw import AdamW
-from optim.config import AdamWConfig, OptimConfig, OptimizerName
+from optim.config import AdamWConfig, OptimConfig, OptimizerName, RouterConfig
 from optim.table import assign
 from parallel.cards import Optimizer
 from tests.optim import cases
+
+EVEN = OptimConfig(router=RouterConfig(lr_scale=1.0))  # one learning rate for all
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -17,7 +19,7 @@ def test_equals_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit
     monkeypatch.setattr(module, "BATCH_ELEMENTS", limit)
     ours, theirs = cases.parameters(dtype), cases.parameters(dtype)
     cards = cases.table(ours)
-    rows = assign(cards, OptimConfig(name=OptimizerName.adamw)).of(Optimizer.ADAMW)
+    rows = assign(cards, OptimConfig(name=OptimizerName.adamw, router=EVEN.router)).of(Optimizer.ADAMW)
     weights = {n: p.data for n, p in ours.items()}
     optimizer = AdamW(AdamWConfig(), rows, weights)
     groups = [
@@ -37,7 +39,7 @@ def test_equals_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit
 def test_a_late_gradient_starts_like_a_fresh_one() -> None:
     tensors = cases.parameters()
     weights = {n: p.data for n, p in tensors.items()}
-    optimizer = AdamW(AdamWConfig(), assign(cases.table(tensors), OptimConfig()).of(Optimizer.ADAMW), weights)
+    optimizer = AdamW(AdamWConfig(), assign(cases.table(tensors), EVEN).of(Optimizer.ADAMW), weights)
     norm, router = "layers.0.norm.weight", "layers.0.router.weight"
     before = weights[norm].clone()
     for _ in range(5):
@@ -51,7 +53,7 @@ def test_a_zero_gradient_does_nothing_but_decay() -> None:
     tensors = cases.parameters(torch.float64)
     weights = {n: p.data for n, p in tensors.items()}
     before = {n: w.clone() for n, w in weights.items()}
-    optimizer = AdamW(AdamWConfig(), assign(cases.table(tensors), OptimConfig()).of(Optimizer.ADAMW), weights)
+    optimizer = AdamW(AdamWConfig(), assign(cases.table(tensors), EVEN).of(Optimizer.ADAMW), weights)
     optimizer.step(weights, {n: torch.zeros_like(w) for n, w in weights.items()}, lr=0.01, decay=0.1, scale=1.0)
     assert torch.equal(weights["layers.0.norm.weight"], before["layers.0.norm.weight"])
     torch.testing.assert_close(weights["layers.0.router.weight"], before["layers.0.router.weight"] * (1 - 0.001))

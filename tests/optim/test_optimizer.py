@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import optim
-from optim.config import MuonConfig, OptimConfig, OptimizerName, ScheduleConfig, ScheduleName, WeightClipConfig
+from optim.config import MuonConfig, OptimConfig, OptimizerName, RouterConfig, ScheduleConfig, ScheduleName, WeightClipConfig
 from parallel.clip import ClipTarget
 from tests.optim import cases
 
@@ -35,7 +35,9 @@ def _target() -> ClipTarget:
 
 
 def _cfg(**changes: object) -> OptimConfig:
-    return dataclasses.replace(OptimConfig(schedule=ScheduleConfig(ScheduleName.constant)), **changes)
+    return dataclasses.replace(
+        OptimConfig(router=RouterConfig(lr_scale=1.0), schedule=ScheduleConfig(ScheduleName.constant)), **changes
+    )
 
 
 def _snapshot(tensors: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
