@@ -68,6 +68,8 @@ class Stage(MegatronModule):
         where a token is padding: it takes no part in expert balancing. share: this micro-batch's share of the step's tokens.
         Raises ValueError for tokens outside the vocabulary or tensors of the wrong shape.
         """
+        if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
+            raise ValueError(f"tokens is {tokens.dtype} of shape {tuple(tokens.shape)}; give int64 [rows, at least one token]")
         b, t = tokens.shape
         self._check(tokens, labels, loss_mask)
         starts = documents.resolve(document_starts, b, t, continues=False, device=tokens.device)

@@ -143,13 +143,15 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint to which `folder/latest` points, or None where there is no such file.
+    """The checkpoint to which `folder/latest` points; without that file the newest finished one, or None.
 
-    Raises CheckpointError where it names something that is not a finished checkpoint.
+    A checkpoint takes its name only when it is whole, so a missing pointer (a kill just before it moved, a copy that left it
+    out) loses nothing. Raises CheckpointError where it names something that is not a finished checkpoint.
     """
     pointer = folder / LATEST
     if not pointer.is_file():
-        return None
+        finished = checkpoints(folder)
+        return finished[-1] if finished else None
     path = folder / pointer.read_text().strip()
     if not (path / STATE).is_file():
         there = ", ".join(p.name for p in checkpoints(folder)) or "none"

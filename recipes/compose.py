@@ -25,6 +25,7 @@ from parallel.config import data_parallel_size
 from recipes.config import GROUPS, Config, leaves
 from recipes.errors import UserError, first_line, suggestion
 from recipes.overrides import explain, judge
+from recipes.unused import without_effect
 from recipes.validate import check
 
 CONFIG_FILE = "config.yaml"  # the resolved configuration inside a run folder; a job is run from this file, never recomposed
@@ -42,8 +43,19 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain") -> Config:
     if folder is not None:
         cfg = _continue(load_resolved(folder / CONFIG_FILE), cfg, words, folder)
     check(cfg)
+    if folder is None:
+        _refuse_idle(cfg, words, job)
     _fill(cfg)
     return cfg
+
+
+def _refuse_idle(cfg: Config, words: Sequence[Override], job: str) -> None:
+    """UserError for typed values that differ from their defaults and that nothing would read."""
+    groups = [w.input_line for w in words if w.key_or_group in GROUPS and w.input_line]
+    default = _from_hydra(job, groups)
+    changed = [k for w in words if (k := w.key_or_group) not in GROUPS and get(cfg, k) != get(default, k)]
+    if lines := without_effect(cfg, changed):
+        raise UserError("\n".join(lines))
 
 
 def resolved_yaml(cfg: Config) -> str:

@@ -61,8 +61,7 @@ class RunConfig:
     sample_prompt: str = "def "  # what the sample continues
     device: Device = Device.auto
     threads: int | None = None  # CPU threads; null: OMP_NUM_THREADS, by default one a physical core
-    # this share of the run, 0 to 1, is also trained with model=dense, for as long; the summary reports both held-out losses
-    compare_dense: float = 0.0
+    compare_dense: float = 0.0  # share of the run (0 to 1) that model=dense trains too, at equal time; see the summary
 
 
 @dataclass

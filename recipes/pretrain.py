@@ -50,6 +50,9 @@ def pretrain(cfg: Config) -> int:
             return train(cfg, folder, interrupts)
     except CheckpointError as error:
         raise UserError(str(error)) from error
+    except (UserError, data.DataError):
+        folder.discard()
+        raise
     finally:
         folder.close()
 
@@ -85,6 +88,7 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts) -> int:
                 else []
             ),
             cb.Pictures(folder.path),
+            cb.Export(folder.path / "hf"),
             cb.Summary(folder.path, model),
             cb.Wandb(cfg.wandb, folder.path, plain(cfg)),
         ]
@@ -95,7 +99,9 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts) -> int:
             say(f"continuing from {folder.checkpoint}")
         else:
             seed_generators(cfg.run.seed)
-        cut_metrics(folder.metrics, trainer.progress.step)
+        kept = cut_metrics(folder.metrics, trainer.progress.step)
+        if kept < trainer.progress.step:
+            say(f"{folder.metrics} holds {kept} of {trainer.progress.step} steps: the pictures and the summary lack the others")
         complete = trainer.run(cfg.run.steps)
     except TrainingError as error:
         last = checkpoint.latest(folder.checkpoints)

@@ -9,6 +9,7 @@ summary.txt/.json, loss.png, experts.png, residuals.png, sample.txt     when the
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -56,10 +57,18 @@ class RunFolder:
 
     @property
     def is_complete(self) -> bool:
-        return (self.path / "summary.json").is_file()
+        return (self.path / "summary.json").is_file() and self.checkpoint is not None
 
     def close(self) -> None:
         self._lock.close()
+
+    def discard(self) -> None:
+        """Removes a folder in which nothing has happened yet: a refused run leaves none behind."""
+        if self.checkpoint is None and not self.metrics.exists():
+            for name in (CONFIG_FILE, ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what the user had in it stays
+                self.path.rmdir()
 
 
 def open_run(cfg: Config) -> RunFolder:
@@ -127,13 +136,17 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Removes what a metrics file says about steps after `step`, which will be trained again, and a line that was cut off."""
+def cut_metrics(path: Path, step: int) -> int:
+    """Removes what a metrics file says about steps after `step`, which will be trained again, and a line that was cut off.
+
+    Returns how many records are left.
+    """
     kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
     if path.is_file():
         partial = path.with_name(path.name + ".partial")
         partial.write_text("".join(kept))
         os.replace(partial, path)
+    return len(kept)
 
 
 def _shown(value: Any) -> str:

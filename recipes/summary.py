@@ -26,6 +26,7 @@ def summarise(records: Sequence[dict[str, Any]], model: dict[str, Any], results:
         "tokens": finished.tokens,
         "train_seconds": finished.train_seconds,
         "tokens_per_second": finished.tokens / finished.train_seconds if finished.train_seconds else None,
+        "train_loss_steps": len(losses),
         "train_loss": sum(losses) / len(losses) if losses else None,
         "heldout_loss": last.get("heldout_loss"),
         "bigram_loss": last.get("bigram_loss"),
@@ -59,6 +60,7 @@ def balance(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         "worst_layer": worst.removeprefix(key),
         "max_over_mean": means[worst],
         "worst_window": max(windows.values()),
+        "window": min(WINDOW, len(settled)),
         "dead_fraction": max(r["load/dead_fraction"] for r in settled),
     }
 
@@ -93,14 +95,14 @@ def text(s: dict[str, Any], folder: str) -> str:
         + (f" ({s['tokens_per_second']:,.0f} tokens/s)" if s["tokens_per_second"] else ""),
     ]
     if s["train_loss"] is not None:
-        lines.append(f"train loss  {s['train_loss']:.4f} nats (mean of the last {min(WINDOW, s['steps'])} steps)")
+        lines.append(f"train loss  {s['train_loss']:.4f} nats (mean of the last {s['train_loss_steps']} steps)")
     if held is not None:
         side = "below" if held < s["bigram_loss"] else "NOT below"
         lines.append(f"held-out    {held:.4f} nats: {side} the bigram {s['bigram_loss']:.4f}; unigram {s['unigram_loss']:.4f}")
     if (b := s["balance"]) is not None:
         lines.append(
             f"experts     max/mean load {b['max_over_mean']:.2f} on average in the worst layer ({b['worst_layer']}), at most "
-            f"{b['worst_window']:.2f} over {WINDOW} steps; dead experts {b['dead_fraction']:.1%}"
+            f"{b['worst_window']:.2f} over {b['window']} steps; dead experts {b['dead_fraction']:.1%}"
         )
     if (d := s["dense"]) is not None:
         lines.append(
@@ -110,5 +112,5 @@ def text(s: dict[str, Any], folder: str) -> str:
         )
     if s["skipped_steps"]:
         lines.append(f"skipped     {s['skipped_steps']} steps without a finite loss and gradient")
-    lines.append(f"files       {folder}: metrics.jsonl, loss.png, sample.txt, {s['checkpoint']}")
+    lines.append(f"files       {folder}: metrics.jsonl, pictures, the model in hf/ (k3.hf.load), {s['checkpoint']}")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from recipes.callbacks.balance import Balance
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.dense import DenseComparison
 from recipes.callbacks.evaluation import Evaluation
+from recipes.callbacks.export import Export
 from recipes.callbacks.metrics import Metrics
 from recipes.callbacks.pictures import Pictures
 from recipes.callbacks.progress import ProgressBar
@@ -16,6 +17,7 @@ __all__ = [
     "Checkpoints",
     "DenseComparison",
     "Evaluation",
+    "Export",
     "Metrics",
     "Pictures",
     "ProgressBar",

@@ -43,8 +43,8 @@ def test_the_names_that_users_type():
     words = """
         model=tiny model.hidden_size=128 model.layers=5 model.kda.heads=2 model.kda.lower_bound=-4 model.mla.heads=2
         model.moe.experts=8 model.moe.top_k=3 model.moe.latent_size=16 model.moe.balance=none model.residual=sum
-        model.latent=false model.activation=swiglu model.mtp_layers=0
-        optim=adamw optim.lr=1e-3 optim.weight_decay=0 optim.muon.per_head=false optim.clip.tau=50
+        model.latent=true model.activation=swiglu model.mtp_layers=0
+        optim=muon optim.lr=1e-3 optim.weight_decay=0 optim.muon.per_head=false optim.clip.tau=50
         data.corpus=stdlib data.tokenizer=train data.seq_length=64 data.batch_size=6 data.micro_batch_size=3
         parallel.tp=1 parallel.sp=false parallel.ep=1 parallel.pp=1 parallel.vpp=1 parallel.cp=1 parallel.dp=1
         precision=bf16 qat=none run.steps=7 run.seed=3 run.resume=null run.dir=here
@@ -52,7 +52,9 @@ def test_the_names_that_users_type():
     """
     cfg = compose(words.split())
     assert cfg.model.hidden_size == 128 and cfg.model.kda.lower_bound == -4.0 and cfg.model.moe.balance is Balance.none
-    assert cfg.model.latent is False and cfg.optim.name is OptimizerName.adamw and cfg.optim.lr == 1e-3
+    assert cfg.optim.name is OptimizerName.muon and cfg.optim.muon.per_head is False and cfg.optim.lr == 1e-3
+    off = compose(["model=tiny", "model.latent=false", "optim=adamw"])
+    assert off.model.latent is False and off.optim.name is OptimizerName.adamw
     assert cfg.precision.name is Precision.bf16 and cfg.run.dir == "here" and cfg.data.micro_batch_size == 3
 
 

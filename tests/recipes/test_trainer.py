@@ -9,11 +9,13 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import data
 import k3
 import parallel
 from data.batch import Batch
+from k3 import hf
 from parallel import checkpoint
 from recipes import summary
 from recipes.callbacks import Balance, Checkpoints, Evaluation, Metrics
@@ -271,6 +273,9 @@ def test_a_complete_run_leaves_everything(home, capsys):
         assert (folder / name).read_bytes().startswith(b"\x89PNG"), name
     assert (folder / "sample.txt").read_text().startswith("def ")
     assert (folder / "checkpoints/latest").read_text() == "step_4\n"
+    exported = dict(hf.load(folder / "hf").named_parameters())
+    stored = load_file(folder / "checkpoints/step_4/model.safetensors")
+    assert all(torch.equal(value, stored[name]) for name, value in exported.items()) and exported
     text = (folder / "summary.txt").read_text()
     assert text.strip() in said and "equal time  at 50% of its schedule a dense transformer" in text and "unigram" in text
     assert "layers.*.attention.q_proj.weight" in said and "muon" in said, "the parameter -> optimizer table"

@@ -1,0 +1,20 @@
+"""The trained model in the published layout, for `k3.hf.load` and for other programs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from k3 import hf
+from recipes.trainer import Callback, Trainer
+
+
+class Export(Callback):
+    """Writes `folder` when the run is complete, in place of one that an interrupted end has left."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def complete(self, trainer: Trainer) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        hf.save(trainer.module, self.folder)

@@ -1,0 +1,49 @@
+"""Keys that were typed but that nothing would read: refused, so that no option is silently ignored (design principle 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from k3.config import Activation, Attention, Balance, Gate, Residual
+from optim.config import OptimizerName, ScheduleName
+from recipes.config import Config, WandbMode
+
+# a key or section -> (is it without effect?, why)
+RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "model.kda": (lambda c: c.model.attention is Attention.mla, "model.attention=mla has no KDA layers"),
+    "model.kda.lower_bound": (lambda c: c.model.kda.gate is Gate.softplus, "model.kda.gate=softplus has no bound"),
+    "model.residual_block": (lambda c: c.model.residual is Residual.sum, "model.residual=sum has no blocks"),
+    "model.situ_beta": (lambda c: c.model.activation is Activation.swiglu, "model.activation=swiglu has no betas"),
+    "model.situ_linear_beta": (lambda c: c.model.activation is Activation.swiglu, "model.activation=swiglu has no betas"),
+    "model.mtp_weight": (lambda c: not c.model.mtp_layers, "model.mtp_layers=0 has no MTP loss"),
+    "model.dense_size": (lambda c: bool(c.model.moe.experts) and not c.model.dense_layers, "there is no dense layer"),
+    "model.moe.latent_size": (lambda c: not c.model.latent, "model.latent=false has no latents"),
+    "model.moe.bins": (lambda c: c.model.moe.balance is not Balance.quantile, "only model.moe.balance=quantile counts in bins"),
+    "model.moe.ema": (lambda c: c.model.moe.balance is not Balance.quantile, "only model.moe.balance=quantile averages"),
+    "model.moe.bias_step": (lambda c: c.model.moe.balance is not Balance.bias, "only model.moe.balance=bias takes steps"),
+    "model.moe.aux_weight": (lambda c: c.model.moe.balance is not Balance.aux, "only model.moe.balance=aux has a loss"),
+    "model.moe": (lambda c: not c.model.moe.experts, "model.moe.experts=0 has no experts"),
+    "optim.router": (lambda c: not c.model.moe.experts, "model.moe.experts=0 has no router"),
+    "optim.muon": (lambda c: c.optim.name is OptimizerName.adamw, "optim=adamw uses no Muon"),
+    "optim.clip.tau": (lambda c: not c.optim.clip.enabled, "optim.clip.enabled=false clips nothing"),
+    "optim.schedule.decay": (lambda c: c.optim.schedule.name is not ScheduleName.wsd, "only optim.schedule.name=wsd decays late"),
+    "optim.schedule.min_lr": (
+        lambda c: c.optim.schedule.name is ScheduleName.constant,
+        "a constant schedule never decays",
+    ),
+    "run.sample_prompt": (lambda c: not c.run.sample_tokens, "run.sample_tokens=0 makes no sample"),
+    "wandb.project": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there"),
+    "wandb.name": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there"),
+}
+
+
+def without_effect(cfg: Config, changed: Iterable[str]) -> list[str]:
+    """One line for each of the `changed` keys (those whose typed value differs from the default) that nothing would read."""
+    lines = []
+    for key in changed:
+        for place, (idle, why) in RULES.items():
+            inside = key == place or key.startswith(place + ".")
+            if inside and key != "model.moe.experts" and idle(cfg):
+                lines.append(f"{key}: has no effect, because {why}; leave it out")
+                break
+    return lines

@@ -1,0 +1,54 @@
+"""Typed keys that nothing would read are refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes.compose import compose
+from recipes.errors import UserError
+from recipes.unused import RULES
+
+IDLE = {
+    "model.kda": ["model.attention=mla", "model.kda.heads=7"],
+    "model.kda.lower_bound": ["model=linear_48b", "model.kda.lower_bound=-4"],
+    "model.residual_block": ["model.residual=sum", "model.residual_block=2"],
+    "model.situ_beta": ["model.activation=swiglu", "model.situ_beta=3"],
+    "model.situ_linear_beta": ["model.activation=swiglu", "model.situ_linear_beta=3"],
+    "model.mtp_weight": ["model.mtp_layers=0", "model.mtp_weight=0.3"],
+    "model.dense_size": ["model.dense_layers=0", "model.dense_size=96"],
+    "model.moe.latent_size": ["model.latent=false", "model.moe.latent_size=96"],
+    "model.moe.bins": ["model.moe.balance=bias", "model.moe.bins=10"],
+    "model.moe.ema": ["model.moe.balance=none", "model.moe.ema=0.5"],
+    "model.moe.bias_step": ["model.moe.bias_step=0.1"],
+    "model.moe.aux_weight": ["model.moe.aux_weight=0.1"],
+    "model.moe": ["model=dense", "model.moe.scaling=2.0"],
+    "optim.router": ["model=dense", "optim.router.lr_scale=1.0"],
+    "optim.muon": ["optim=adamw", "optim.muon.per_head=false"],
+    "optim.clip.tau": ["optim.clip.enabled=false", "optim.clip.tau=50"],
+    "optim.schedule.decay": ["optim.schedule.decay=0.5"],
+    "optim.schedule.min_lr": ["optim.schedule.name=constant", "optim.schedule.min_lr=0.5"],
+    "run.sample_prompt": ["run.sample_tokens=0", "run.sample_prompt=class"],
+    "wandb.project": ["wandb.mode=disabled", "wandb.project=x"],
+    "wandb.name": ["wandb.mode=disabled", "wandb.name=x"],
+}
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(IDLE) == set(RULES)
+
+
+@pytest.mark.parametrize("rule", IDLE)
+def test_idle_keys_are_refused(rule: str) -> None:
+    *others, word = IDLE[rule]
+    compose(others)  # the switch alone is fine
+    with pytest.raises(UserError, match="has no effect, because") as caught:
+        compose([*others, word])
+    assert str(caught.value).startswith(word.split("=")[0])
+
+
+def test_the_default_value_is_no_offence() -> None:
+    compose(["optim=adamw", "optim.muon.per_head=true"])
+
+
+def test_the_last_word_for_a_key_counts() -> None:
+    assert compose(["run.steps=1", "run.steps=2"]).run.steps == 2
