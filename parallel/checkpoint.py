@@ -191,7 +191,11 @@ def load(path: Path, providers: Mapping[str, StateProvider]) -> dict[str, Any]:
         wrong += [f"{name}: {line}" for line in _differences(loaded[name], provider.state_dict())]
     if wrong:
         more = f"\n  ... and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        raise CheckpointError(f"{path} does not fit:\n  " + "\n  ".join(wrong[:20]) + more)
+        others = [p.name for p in checkpoints(path.parent) if p != path]
+        hint = (
+            f"\nto go on from an earlier one ({', '.join(others)}), write its name into {path.parent / LATEST}" if others else ""
+        )
+        raise CheckpointError(f"{path} cannot be loaded:\n  " + "\n  ".join(wrong[:20]) + more + hint)
     for name, provider in providers.items():
         provider.load_state_dict(loaded[name])
     return state
