@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from k3.cards import published_prefix
-from k3.config import K3Config
 from k3.construct import build, cards, unwrap
 from k3.hf_config import from_published, to_published
 from parallel.cards import Card
@@ -55,10 +54,10 @@ def load(path: str | os.PathLike[str], dtype: torch.dtype | None = None, world: 
     model = build(config, world, dtype=dtype)
     table = cards(model)
     wanted = {slot: card for card in table.values() for slot in _slots(card)}
-    _check(folder, wanted, stored, config)
+    _check(folder, wanted, stored)
     with torch.no_grad():
         for (name, expert, rows), card in wanted.items():
-            _target(table.tensor(card.name), expert, rows).copy_(_fit(stored.read(name), card, config, expert, rows))
+            _target(table.tensor(card.name), expert, rows).copy_(_fit(stored.read(name), card))
     lengths = {stored.shape(n)[0] for (n, _, _) in wanted if n.endswith(".A_log")}
     model.a_log_length = lengths.pop() if lengths else None
     return model
@@ -122,7 +121,7 @@ def _is_padded_a_log(card: Card, shape: tuple[int, ...]) -> bool:
     return card.name.endswith(".A_log") and len(shape) == 1 and shape[0] > card.shape[0]
 
 
-def _fit(value: Tensor, card: Card, config: K3Config, expert: int | None, rows: tuple[int, int] | None) -> Tensor:
+def _fit(value: Tensor, card: Card) -> Tensor:
     if _is_padded_a_log(card, tuple(value.shape)):
         return value[: card.shape[0]]
     if card.role == "convolution":
@@ -130,7 +129,7 @@ def _fit(value: Tensor, card: Card, config: K3Config, expert: int | None, rows: 
     return value
 
 
-def _check(folder: Path, wanted: dict[Slot, Card], stored: _Stored, config: K3Config) -> None:
+def _check(folder: Path, wanted: dict[Slot, Card], stored: _Stored) -> None:
     names = {slot[0] for slot in wanted}
     problems = []
     if absent := sorted(names - stored.names):

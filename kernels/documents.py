@@ -38,14 +38,13 @@ def ids(document_starts: Tensor) -> Tensor:
     return document_starts.long().cumsum(1)
 
 
-def offsets(document_starts: Tensor, *, rows_are_documents: bool = True) -> Tensor:
+def offsets(document_starts: Tensor) -> Tensor:
     """Cumulative lengths over the flattened batch, int32 [N + 1], as variable-length kernels take them (cu_seqlens).
 
     Every row begins a segment, whether or not its first token begins a document.
     """
     starts = document_starts.clone()
-    if rows_are_documents:
-        starts[:, :1] = True
+    starts[:, :1] = True
     first = starts.reshape(-1).nonzero().squeeze(1)
     end = torch.tensor([starts.numel()], device=first.device)
     return torch.cat([first, end]).to(torch.int32)

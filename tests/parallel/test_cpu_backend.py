@@ -42,7 +42,6 @@ def test_torch_itself_is_untouched() -> None:
     assert schedules.torch.zeros([], device="cuda").device.type == "cpu"
     assert schedules.torch.empty_like(torch.ones(2), device=0).device.type == "cpu"
     assert isinstance(torch.cuda, types.ModuleType) and torch.cuda.Stream.__module__.startswith("torch")
-    assert torch.zeros.__module__ is None or "parallel" not in str(torch.zeros)
 
 
 def test_unusable_transformer_engine_is_masked(tmp_path) -> None:
