@@ -6,13 +6,16 @@ activation recomputation can double a count, and evaluation never counts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from k3.config import Balance, MoEConfig
 from kernels import quantile
+from parallel.world import World
 
 
 class Balancer(nn.Module):
@@ -87,6 +90,47 @@ class Balancer(nn.Module):
         self.counting.zero_()
         if self.mode is Balance.quantile:
             self.histogram.zero_()
+
+
+class Balancing(Sequence[Balancer]):
+    """All balancers of a model: a step's counts are pooled over the ranks that saw different tokens, then every bias moves."""
+
+    def __init__(self, balancers: Sequence[Balancer], world: World):
+        self.balancers, self.world = list(balancers), world
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.balancers[index]
+
+    def __len__(self) -> int:
+        return len(self.balancers)
+
+    def update(self) -> None:
+        """Ends a step on every balancer."""
+        self.pool()
+        for balancer in self.balancers:
+            balancer.update()
+
+    def reset(self) -> None:
+        """Forgets the running step on every balancer."""
+        for balancer in self.balancers:
+            balancer.reset()
+
+    def pool(self) -> None:
+        """One integer all-reduce for each kind of count, whatever the number of layers.
+
+        Every rank of the tensor, context and data axes routes tokens of its own: LatentMoE splits them over tensor ranks with
+        and without sequence parallelism.
+        """
+        group = self.world.groups.tp_dp_cp
+        if not self.balancers or group.size() == 1:
+            return
+        kinds = [[b.counting for b in self.balancers]]
+        if self.balancers[0].mode is Balance.quantile:
+            kinds.append([b.histogram for b in self.balancers])
+        for counts in kinds:
+            pooled = torch.stack(counts)
+            dist.all_reduce(pooled, group=group)
+            torch._foreach_copy_(counts, list(pooled.unbind(0)))
 
 
 class _CountInBackward(torch.autograd.Function):

@@ -27,6 +27,7 @@ from parallel.cards import (
 
 ROWS, COLS = Placement(TensorAxis.ROWS), Placement(TensorAxis.COLS)
 SUM, SAME = Placement(TensorAxis.REPLICATE_SUM), Placement(TensorAxis.REPLICATE_SAME)
+SEQUENCE = Placement(TensorAxis.REPLICATE_SEQUENCE)
 EXPERT = Placement(TensorAxis.REPLICATE_SAME, Group.EXPERT)  # experts lie whole on one rank of the expert group
 
 
@@ -82,14 +83,14 @@ class _Scope:
             init=init,
         )
 
-    def norm(self, name: str, size: int, published: str = "") -> Card:
-        return self.vector(f"{name}.weight", (size,), SUM, "ones", f"{published or name}.weight")
+    def norm(self, name: str, size: int, placement: Placement = SEQUENCE) -> Card:
+        return self.vector(f"{name}.weight", (size,), placement, "ones")
 
     def reader(self, name: str, size: int, published: str) -> Iterator[Card]:
         """One Attention Residual mix: its key norm and its zero-initialised query."""
         scope, source = self.sub(name, ""), self.published
-        yield replace(scope.vector("norm", (size,), SUM, "ones"), published=(Published(f"{source}{published}_norm.weight"),))
-        query = scope.vector("query", (1, size), SUM, "zeros", role="residual query")
+        yield replace(scope.vector("norm", (size,), SEQUENCE, "ones"), published=(Published(f"{source}{published}_norm.weight"),))
+        query = scope.vector("query", (1, size), SEQUENCE, "zeros", role="residual query")
         yield replace(query, published=(Published(f"{source}{published}_proj.weight"),))
 
 
@@ -131,7 +132,7 @@ def _mtp(c: K3Config, scope: _Scope) -> Iterator[Card]:
     d = c.hidden_size
     yield scope.norm("enorm", d)
     yield scope.norm("hnorm", d)
-    yield scope.matrix("eh_proj", (d, 2 * d), SUM, role="mtp")
+    yield scope.matrix("eh_proj", (d, 2 * d), SEQUENCE, role="mtp")
     yield scope.norm("input_layernorm", d)
     yield from _mla(c, scope.sub("attention", "self_attn"))
     yield scope.norm("post_attention_layernorm", d)
@@ -171,10 +172,10 @@ def _mla(c: K3Config, scope: _Scope) -> Iterator[Card]:
     if m.q_lora_rank is None:
         yield scope.matrix("q_proj", (m.heads * key, d), ROWS, query, "attention")
     else:
-        yield scope.matrix("q_a_proj", (m.q_lora_rank, d), SUM, role="attention")
+        yield scope.matrix("q_a_proj", (m.q_lora_rank, d), SEQUENCE, role="attention")
         yield scope.norm("q_a_layernorm", m.q_lora_rank)
         yield scope.matrix("q_b_proj", (m.heads * key, m.q_lora_rank), ROWS, query, "attention")
-    yield scope.matrix("kv_a_proj_with_mqa", (m.kv_lora_rank + m.rope_dim, d), SUM, role="attention")
+    yield scope.matrix("kv_a_proj_with_mqa", (m.kv_lora_rank + m.rope_dim, d), SEQUENCE, role="attention")
     yield scope.norm("kv_a_layernorm", m.kv_lora_rank)
     key_value = heads(("key", m.nope_dim), ("value", m.v_dim))
     yield scope.matrix("kv_b_proj", (m.heads * (m.nope_dim + m.v_dim), m.kv_lora_rank), ROWS, key_value, "attention")
@@ -219,7 +220,7 @@ def _moe(c: K3Config, scope: _Scope) -> Iterator[Card]:
         yield scope.matrix("routed_expert_down_proj", (e.latent_size, d), SUM, role="latent")
         yield scope.matrix("routed_expert_up_proj", (d, e.latent_size), SUM, role="latent")
     if c.latent_norm:
-        yield scope.norm("routed_expert_norm", width)
+        yield scope.norm("routed_expert_norm", width, SUM)
     if e.shared_experts:
         yield from _gated_mlp(c, e.shared_experts * f, scope.sub("shared_experts", "shared_experts"), "shared")
 

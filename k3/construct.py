@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from k3.backend import megatron_config
-from k3.balance import Balancer
+from k3.balance import Balancer, Balancing
 from k3.cards import describe
 from k3.config import K3Config
 from k3.init import draw
@@ -59,9 +59,10 @@ def unwrap(model: nn.Module) -> Stage:
     return model
 
 
-def balancers(model: nn.Module) -> list[Balancer]:
-    """One for each router, in the model's order."""
-    return [m for m in unwrap(model).modules() if isinstance(m, Balancer)]
+def balancing(model: nn.Module) -> Balancing:
+    """The balancers of all routers, in the model's order."""
+    stage = unwrap(model)
+    return Balancing([m for m in stage.modules() if isinstance(m, Balancer)], stage.world)
 
 
 def clip_targets(model: nn.Module) -> list[ClipTarget]:

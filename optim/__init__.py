@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optim.optimizer import Balancer, Optimizer, StepReport, build
+    from optim.optimizer import Balancing, Optimizer, StepReport, build
     from optim.state import StateError
 
-__all__ = ["Balancer", "Optimizer", "StateError", "StepReport", "build"]
+__all__ = ["Balancing", "Optimizer", "StateError", "StepReport", "build"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,13 +23,14 @@ from optim.weight_clip import check_targets, clip_weights
 from parallel.cards import CardTable
 from parallel.cards import Optimizer as Kind
 from parallel.clip import ClipTarget
+from parallel.shards import Shards
 
 
-class Balancer(Protocol):
-    """Sets the selection bias of one router from the counts of a step."""
+class Balancing(Protocol):
+    """Sets the selection biases of all routers from the counts of a step."""
 
     def update(self) -> None:
-        """Takes the step's counts into the bias and forgets them."""
+        """Takes the step's counts, over all ranks, into the biases and forgets them."""
 
     def reset(self) -> None:
         """Forgets the step's counts: the step was skipped."""
@@ -55,7 +56,8 @@ def build(
     *,
     steps: int,
     clip_targets: Sequence[ClipTarget] = (),
-    balancers: Sequence[Balancer] = (),
+    shards: Shards | None = None,
+    balancing: Balancing | None = None,
 ) -> Optimizer:
     """The optimizer of every trained parameter of `cards`, for a run of `steps` steps.
 
@@ -64,7 +66,7 @@ def build(
     """
     _validate(cfg)
     schedule.validate(cfg.schedule, steps)
-    return Optimizer(cfg, cards, steps, clip_targets, balancers)
+    return Optimizer(cfg, cards, shards or Shards.whole(cards), steps, clip_targets, balancing)
 
 
 class Optimizer:
@@ -78,13 +80,14 @@ class Optimizer:
         self,
         cfg: OptimConfig,
         cards: CardTable,
+        shards: Shards,
         steps: int,
         clip_targets: Sequence[ClipTarget],
-        balancers: Sequence[Balancer],
+        balancing: Balancing | None,
     ):
         self.cfg, self.steps = cfg, steps
         self.table: Table = assign(cards, cfg)
-        self.clip_targets, self.balancers = tuple(clip_targets), tuple(balancers)
+        self.shards, self.clip_targets, self.balancing = shards, tuple(clip_targets), balancing
         self.parameters = {card.name: parameter for card, parameter in cards.trained()}
         for name, p in self.parameters.items():
             if p.dtype not in (torch.bfloat16, torch.float32, torch.float64):
@@ -108,19 +111,19 @@ class Optimizer:
         return int(self._skipped)
 
     @torch.no_grad()
-    def step(self) -> StepReport:
-        """One update from the gradients that the parameters hold."""
+    def step(self, *, finite: bool = True) -> StepReport:
+        """One update from the gradients that the parameters hold; skipped where `finite` (the loss was) is false."""
         gradients = {n: g for n, p in self.parameters.items() if (g := _gradient(p)) is not None}
         norm = float(global_norm(list(gradients.values())))
         lr = self.cfg.lr * schedule.factor(self.cfg.schedule, self.step_count, self.steps)
         scale = clip_coefficient(norm, self.cfg.grad_clip)
         self._step += 1
-        if not math.isfinite(norm):
+        if not (finite and math.isfinite(norm)):
             self._skipped += 1
             for target in self.clip_targets:
                 target.reset()
-            for balancer in self.balancers:
-                balancer.reset()
+            if self.balancing is not None:
+                self.balancing.reset()
             return StepReport(self.step_count, lr, norm, scale, skipped=True)
 
         weights = self._weights()
@@ -131,8 +134,8 @@ class Optimizer:
         tau = self.cfg.clip.tau if self.cfg.clip.enabled else None
         clipped = clip_weights(self.clip_targets, weights, tau)
         self._publish(clipped.names)
-        for balancer in self.balancers:
-            balancer.update()
+        if self.balancing is not None:
+            self.balancing.update()
         return StepReport(self.step_count, lr, norm, scale, False, rms, clipped.heads, clipped.max_logit)
 
     def zero_grad(self) -> None:

@@ -127,8 +127,9 @@ class TensorAxis(Enum):
 
     ROWS = "shard(0)"  # column-parallel: heads, channels, gate/up rows, vocabulary
     COLS = "shard(1)"  # row-parallel
-    REPLICATE_SUM = "replicate(sum)"  # each tensor rank sees a part of the gradient (its heads, its sequence slice)
-    REPLICATE_SAME = "replicate(same)"  # each tensor rank already computes the whole gradient
+    REPLICATE_SUM = "replicate(sum)"  # each tensor rank sees a part of the gradient, its heads' or its tokens'
+    REPLICATE_SEQUENCE = "replicate(sequence)"  # a part (its tokens') under sequence parallelism, else the whole
+    REPLICATE_SAME = "replicate(same)"  # each tensor rank always computes the whole gradient
 
 
 @dataclass(frozen=True)

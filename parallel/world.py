@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from parallel import cpu_backend
-from parallel.config import ParallelConfig, ParallelError, check_sizes, data_parallel_size
+from parallel.config import ParallelConfig, ParallelError, check_sizes, data_parallel_size, sequence_parallel, world_size
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,8 +25,21 @@ class World:
     device: torch.device
     rank: int
     size: int
-    data_rank: int  # among the ranks that read different samples
-    data_size: int
+    config: ParallelConfig
+
+    @property
+    def data_rank(self) -> int:
+        """Among the ranks that read different samples."""
+        return self.groups.dp.rank()
+
+    @property
+    def data_size(self) -> int:
+        return self.groups.dp.size()
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Between column- and row-parallel layers, each tensor rank holds a slice of the sequence."""
+        return sequence_parallel(self.config)
 
 
 def start(config: ParallelConfig | None = None, device: str = "auto") -> World:
@@ -58,12 +71,15 @@ def start(config: ParallelConfig | None = None, device: str = "auto") -> World:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    wanted = config.tp * config.pp * config.cp * data_parallel_size(config)
-    if wanted != dist.get_world_size():
+    processes = dist.get_world_size()
+    wanted = world_size(config, processes)
+    dp = data_parallel_size(config, processes)
+    if wanted != processes:
         raise ParallelError(
-            f"parallel sizes tp*pp*cp*dp = {config.tp}*{config.pp}*{config.cp}*{data_parallel_size(config)} = {wanted}, "
-            f"but {dist.get_world_size()} processes run; start as many as the layout needs"
+            f"parallel sizes tp*pp*cp*dp = {config.tp}*{config.pp}*{config.cp}*{dp} = {wanted}, but {processes} processes run; "
+            "start as many as the layout needs"
         )
+    check_sizes(replace(config, dp=dp))  # ep over the data ranks there are
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tp,
@@ -77,9 +93,8 @@ def start(config: ParallelConfig | None = None, device: str = "auto") -> World:
         groups=groups,
         device=torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu"),
         rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        data_rank=groups.dp.rank(),
-        data_size=groups.dp.size(),
+        size=processes,
+        config=config,
     )
 
 

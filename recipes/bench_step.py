@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-import k3
-import optim
 import parallel
 from data.batch import Batch, StepBatch
 from k3.config import K3Config, KDAConfig, MLAConfig, MoEConfig
 from optim.config import OptimConfig
+from recipes.assemble import assemble
 from recipes.console import say
 from recipes.launch import ALLOCATOR
-from recipes.objective import Objective
 from recipes.summary import versions
 from recipes.trainer import Trainer
 
@@ -61,16 +59,8 @@ def step_seconds(config: K3Config, dtype: torch.dtype, *, warm_up: int = WARM_UP
     """Seconds of each measured step of SEQUENCES x LENGTH tokens."""
     world = parallel.start()
     try:
-        stage = k3.build(config, world, dtype=dtype)
-        optimizer = optim.build(
-            OptimConfig(),
-            k3.cards(stage),
-            steps=warm_up + measured,
-            clip_targets=k3.clip_targets(stage),
-            balancers=k3.balancers(stage),
-        )
-        weights = (1.0, *[config.mtp_weight] * config.mtp_layers)
-        trainer = Trainer(stage, optimizer, RandomTokens(config.vocab_size), Objective(weights, world))
+        parts = assemble(config, OptimConfig(), world, dtype=dtype, seed=0, steps=warm_up + measured)
+        trainer = Trainer(parts.model, parts.optimizer, RandomTokens(config.vocab_size), parts.objective)
         return [trainer.train_step().seconds for _ in range(warm_up + measured)][warm_up:]
     finally:
         parallel.stop()

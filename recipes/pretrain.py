@@ -13,18 +13,17 @@ from omegaconf import OmegaConf
 
 import data
 import k3
-import optim
 import parallel
 from parallel import checkpoint, cpu_backend
 from parallel.checkpoint import CheckpointError, seed_generators
 from parallel.world import World
 from recipes import callbacks as cb
+from recipes.assemble import assemble
 from recipes.callbacks.checkpoints import restore
 from recipes.config import Config, Precision
 from recipes.console import say
 from recipes.errors import UserError
 from recipes.interrupts import Interrupts
-from recipes.objective import Objective
 from recipes.run_folder import RunFolder, cut_metrics, open_run
 from recipes.summary import sizes
 from recipes.trainer import Trainer, TrainingError
@@ -75,7 +74,7 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts) -> int:
         prompt = (cfg.run.sample_prompt, cfg.run.sample_tokens, cfg.run.seed)
         trainer.callbacks = [
             cb.Evaluation(heldout, baselines, cfg.run.eval_every, also=compared),
-            cb.Balance(k3.balancers(trainer.module)),
+            cb.Balance(k3.balancing(trainer.module)),
             cb.Metrics(folder.metrics, heads),
             cb.ProgressBar(),
             cb.Checkpoints(
@@ -119,13 +118,9 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts) -> int:
 
 def build(cfg: Config, model: k3.K3Config, world: World, prepared: data.Prepared, *, steps: int, position: int = 0) -> Trainer:
     """A trainer at step 0 for a model of `cfg`'s data, optimizer and precision; its stream starts at step `position`."""
-    stage = k3.build(model, world, dtype=DTYPES[cfg.precision.name], seed=cfg.run.seed)
-    optimizer = optim.build(
-        cfg.optim, k3.cards(stage), steps=steps, clip_targets=k3.clip_targets(stage), balancers=k3.balancers(stage)
-    )
-    objective = Objective((1.0, *[model.mtp_weight] * model.mtp_layers), world)
-    of = {"rank": world.data_rank, "of": world.data_size, "horizon": objective.horizon}
-    return Trainer(stage, optimizer, data.stream(cfg.data, prepared, position=position, **of), objective)
+    parts = assemble(model, cfg.optim, world, dtype=DTYPES[cfg.precision.name], seed=cfg.run.seed, steps=steps)
+    of = {"rank": world.data_rank, "of": world.data_size, "horizon": parts.objective.horizon}
+    return Trainer(parts.model, parts.optimizer, data.stream(cfg.data, prepared, position=position, **of), parts.objective)
 
 
 def position(folder: RunFolder, data_key: str) -> int:

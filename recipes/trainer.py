@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import nn
-
 from data.batch import StepBatch
 from optim.optimizer import Optimizer, StepReport
-from parallel import schedule
+from parallel.schedule import ParallelModel, run_step
 from recipes.objective import Objective
 
 MAX_SKIPPED = 10  # consecutive steps without a finite gradient after which training stops
@@ -58,6 +56,9 @@ class Callback:
     def start(self, trainer: Trainer) -> None:
         """Before the first step of this process."""
 
+    def gradients(self, trainer: Trainer) -> None:
+        """Between the backward passes of a step and the optimizer: gradients are complete."""
+
     def step(self, trainer: Trainer, result: StepResult) -> None:
         """After each optimizer step."""
 
@@ -72,11 +73,11 @@ class Callback:
 
 
 class Trainer:
-    """Trains `module` up to a number of steps. `results` is where callbacks leave what later ones report."""
+    """Trains a model up to a number of steps. `results` is where callbacks leave what later ones report."""
 
     def __init__(
         self,
-        module: nn.Module,
+        model: ParallelModel,
         optimizer: Optimizer,
         stream: Steps,
         objective: Objective,
@@ -85,8 +86,8 @@ class Trainer:
         progress: Progress | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
     ):
-        self.module = module
-        self.model = schedule.wrap(module, objective.world)
+        self.model = model
+        self.module = model.module
         self.optimizer = optimizer
         self.stream = stream
         self.objective = objective
@@ -121,19 +122,16 @@ class Trainer:
         began = time.perf_counter()
         batch = next(self.stream)
         denominators = self.objective.denominators(batch.micro_batches)
-        self.model.zero_grad_buffer()  # type: ignore[operator]
-        self.optimizer.zero_grad()
-        shares = schedule.run_step(
+        self.model.zero_grad()
+        shares = run_step(
             self.model,
             batch.micro_batches,
             lambda model, micro: self.objective.forward(model, micro, batch.tokens),
             lambda _, losses: self.objective.share(losses, denominators),
-            self.objective.world,
         )
+        self._each("gradients")
         losses = self.objective.total(shares)
-        if not all(map(math.isfinite, losses)):
-            self._spoil_gradient()
-        report = self.optimizer.step()
+        report = self.optimizer.step(finite=all(map(math.isfinite, losses)))
         seconds = time.perf_counter() - began
         done = self.progress
         done.step += 1
@@ -141,10 +139,6 @@ class Trainer:
         done.train_seconds += seconds
         done.skipped_in_a_row = done.skipped_in_a_row + 1 if report.skipped else 0
         return StepResult(done.step, losses, batch.tokens, seconds, report)
-
-    def _spoil_gradient(self) -> None:
-        """Makes the optimizer skip the step: it judges by the gradient norm, and an infinite loss can have finite gradients."""
-        next(p for p in self.module.parameters() if p.requires_grad).main_grad.fill_(math.nan)  # type: ignore[attr-defined]
 
     def _check(self, result: StepResult) -> None:
         if self.progress.skipped_in_a_row >= MAX_SKIPPED:

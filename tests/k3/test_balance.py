@@ -30,7 +30,7 @@ def run(model: torch.nn.Module, *batches: torch.Tensor, padding: torch.Tensor | 
 
 
 def counts(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(b.counting.clone(), b.histogram.clone()) for b in k3.balancers(model)]
+    return [(b.counting.clone(), b.histogram.clone()) for b in k3.balancing(model)]
 
 
 def same(a: list, b: list) -> bool:
@@ -91,16 +91,16 @@ def test_update_sets_the_pooled_quantile_and_evens_the_load() -> None:
     model = build()
     x = tokens(8, 64)
     run(model, x)
-    before = [b.counting.double() for b in k3.balancers(model)]
-    expected = [quantile.centre(quantile.quantiles(b.histogram, b.bias, b.top_k)) for b in k3.balancers(model)]
-    for b in k3.balancers(model):
+    before = [b.counting.double() for b in k3.balancing(model)]
+    expected = [quantile.centre(quantile.quantiles(b.histogram, b.bias, b.top_k)) for b in k3.balancing(model)]
+    for b in k3.balancing(model):
         b.update()
-    for b, want, load in zip(k3.balancers(model), expected, before, strict=True):
+    for b, want, load in zip(k3.balancing(model), expected, before, strict=True):
         assert torch.equal(b.bias, want) and torch.equal(b.load, load.long())
         assert not b.counting.any() and not b.histogram.any()
         assert abs(b.bias.mean()) < 1e-12
     run(model, x)
-    after = [b.counting.double() for b in k3.balancers(model)]
+    after = [b.counting.double() for b in k3.balancing(model)]
     # the first router's scores do not depend on any bias, so its second load is the balanced one
     excess = [load.max() / load.mean() - 1 for load in (before[0], after[0])]
     assert excess[0] > 1 and excess[1] < 0.2 * excess[0]
@@ -109,18 +109,18 @@ def test_update_sets_the_pooled_quantile_and_evens_the_load() -> None:
 def test_reset_forgets_the_step() -> None:
     model = build()
     run(model, tokens(1, 20))
-    bias = [b.bias.clone() for b in k3.balancers(model)]
-    for b in k3.balancers(model):
+    bias = [b.bias.clone() for b in k3.balancing(model)]
+    for b in k3.balancing(model):
         b.reset()
     assert all(
-        torch.equal(b.bias, old) and not b.counting.any() and not b.histogram.any() for b, old in zip(k3.balancers(model), bias)
+        torch.equal(b.bias, old) and not b.counting.any() and not b.histogram.any() for b, old in zip(k3.balancing(model), bias)
     )
 
 
 def test_bias_step_follows_the_sign_of_the_load() -> None:
     model = build(Balance.bias, bias_step=0.01)
     run(model, tokens(2, 40))
-    (first, *_) = k3.balancers(model)
+    (first, *_) = k3.balancing(model)
     old, load = first.bias.clone(), first.counting.double()
     first.update()
     torch.testing.assert_close(first.bias - old, 0.01 * torch.sign(load.mean() - load))
@@ -129,7 +129,7 @@ def test_bias_step_follows_the_sign_of_the_load() -> None:
 def test_none_leaves_the_bias() -> None:
     model = build(Balance.none)
     run(model, tokens(2, 40))
-    (first, *_) = k3.balancers(model)
+    (first, *_) = k3.balancing(model)
     old = first.bias.clone()
     first.update()
     assert torch.equal(first.bias, old) and first.load.sum() == 2 * 40 * 2
@@ -137,7 +137,7 @@ def test_none_leaves_the_bias() -> None:
 
 def test_ema_averages_quantiles() -> None:
     model = build(ema=0.5)
-    (first, *_) = k3.balancers(model)
+    (first, *_) = k3.balancing(model)
     estimates = []
     for x in (tokens(2, 40), tokens(2, 41)):
         run(model, x)

@@ -114,7 +114,7 @@ def test_gradients_are_clipped_by_their_global_norm() -> None:
 def test_a_bad_gradient_skips_the_step_and_touches_nothing(dtype: torch.dtype, bad: float) -> None:
     tensors = cases.parameters(dtype)
     target, balancer = _target(), _Balancer(tensors[Q])
-    optimizer = optim.build(_cfg(), cases.table(tensors), steps=9, clip_targets=[target], balancers=[balancer])
+    optimizer = optim.build(_cfg(), cases.table(tensors), steps=9, clip_targets=[target], balancing=balancer)
     cases.give_gradients(tensors, 0)
     optimizer.step()
     weights, state = _snapshot(tensors), {n: t.clone() for n, t in optimizer.state_dict().items()}
@@ -139,7 +139,7 @@ def test_weight_clip_edits_master_and_working_copy_after_the_update(dtype: torch
         tensors = cases.parameters(dtype)
         target, balancer = _target(), _Balancer(tensors[Q])
         cfg = _cfg(clip=WeightClipConfig(tau=tau))
-        optimizer = optim.build(cfg, cases.table(tensors), steps=1, clip_targets=[target], balancers=[balancer])
+        optimizer = optim.build(cfg, cases.table(tensors), steps=1, clip_targets=[target], balancing=balancer)
         cases.give_gradients(tensors, 0)
         target.max_logits.copy_(torch.tensor([40.0, 1.0, 1.0, 1.0]))
         report = optimizer.step()

@@ -14,8 +14,8 @@ from parallel.cross_entropy import cross_entropy
 
 def test_sizes_that_cannot_run_are_named() -> None:
     with pytest.raises(ParallelError) as caught:
-        parallel.check_sizes(ParallelConfig(tp=2, cp=0, sp=False))
-    assert "parallel.tp=2" in str(caught.value) and "parallel.cp=0: must be at least 1" in str(caught.value)
+        parallel.check_sizes(ParallelConfig(pp=2, cp=0, sp=False))
+    assert "parallel.pp=2" in str(caught.value) and "parallel.cp=0: must be at least 1" in str(caught.value)
     with pytest.raises(ParallelError, match=r"parallel\.sp=true"):
         parallel.check_sizes(ParallelConfig(sp=True))
     with pytest.raises(ParallelError, match="device=cuda"):
@@ -71,7 +71,7 @@ def test_step_accumulates_what_autograd_sums(dtype: torch.dtype) -> None:
     (plain(x, labels=labels)[0].sum() / x.numel()).backward()
 
     stage = k3.build(k3.preset("tiny"), world, dtype=dtype)
-    wrapped = parallel.wrap(stage, world)
+    wrapped = parallel.wrap(stage, k3.cards(stage), world)
 
     def forward(model: torch.nn.Module, part: slice) -> torch.Tensor:
         return model(x[part], labels=labels[part])
@@ -81,8 +81,8 @@ def test_step_accumulates_what_autograd_sums(dtype: torch.dtype) -> None:
         return value, value.detach()
 
     for _ in range(2):  # the second time shows that the buffers are cleared
-        wrapped.zero_grad_buffer()
-        reports = parallel.run_step(wrapped, [slice(0, 2), slice(2, 4), slice(4, 6)], forward, loss, world)
+        wrapped.zero_grad()
+        reports = parallel.run_step(wrapped, [slice(0, 2), slice(2, 4), slice(4, 6)], forward, loss)
     assert len(reports) == 3
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.1}[dtype]
     for (name, p), q in zip(stage.named_parameters(), plain.parameters(), strict=True):

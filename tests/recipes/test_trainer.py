@@ -64,7 +64,7 @@ def test_micro_batches_change_nothing_but_rounding(make):
         for result in cut:
             assert result.losses == pytest.approx(whole.losses, rel=1e-12)
             assert result.report.grad_norm == pytest.approx(whole.report.grad_norm, rel=1e-9)
-    loads = [[b.load.tolist() for b in k3.balancers(t.module)] for t in trainers]
+    loads = [[b.load.tolist() for b in k3.balancing(t.module)] for t in trainers]
     assert loads[0] == loads[1] == loads[2]
     gradients = [{n: p.main_grad.clone() for n, p in t.module.named_parameters()} for t in trainers]
     for name, gradient in gradients[0].items():
@@ -108,7 +108,7 @@ def test_heldout_loss_is_the_training_loss_of_the_same_batch_and_leaves_no_trace
     assert all(t.max_logits.eq(-torch.inf).all() for t in k3.clip_targets(trainer.module)), (
         "evaluation must not feed the weight clip"
     )
-    assert all(b.counting.sum() == 0 for b in k3.balancers(trainer.module)), "evaluation must not feed the balancers"
+    assert all(b.counting.sum() == 0 for b in k3.balancing(trainer.module)), "evaluation must not feed the balancers"
 
 
 def test_it_learns(make):
@@ -145,7 +145,7 @@ class Spoil(Callback):
 def test_steps_without_a_finite_loss_change_nothing_and_end_training(make, tmp_path, how):
     trainer = make()
     spoil = Spoil(how, after=2)
-    bias = lambda: [b.bias.clone() for b in k3.balancers(trainer.module)]
+    bias = lambda: [b.bias.clone() for b in k3.balancing(trainer.module)]
     checkpoints = Checkpoints(tmp_path / "checkpoints", every=1, keep_last=2, facts={})
     trainer.callbacks = [spoil, Metrics(tmp_path / "metrics.jsonl"), checkpoints]
     with pytest.raises(TrainingError, match=rf"steps 3 to {2 + MAX_SKIPPED} had no finite loss and gradient") as error:
@@ -225,14 +225,14 @@ def test_metrics_say_what_the_step_did(make, tmp_path):
     lines = data.Baselines(unigram=3.0, bigram=2.0, targets=1)
     trainer.callbacks = [
         Evaluation(batches, lines, every=2),
-        Balance(k3.balancers(trainer.module)),
+        Balance(k3.balancing(trainer.module)),
         Metrics(tmp_path / "metrics.jsonl", heads),
     ]
     trainer.run(5)
     records = metrics(tmp_path)
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5]
     assert [("heldout_loss" in r) for r in records] == [False, True, False, True, True], "every second, and the last"
-    layers = [b.name for b in k3.balancers(trainer.module)]
+    layers = [b.name for b in k3.balancing(trainer.module)]
     assert len(layers) == 9, "eight MoE layers and the MTP layer's"
     for r in records:
         assert r["tokens"] == r["step"] * 128 and r["loss"] > 0 and r["mtp_loss/1"] > 0 and r["grad_norm"] > 0
@@ -250,7 +250,7 @@ def test_metrics_say_what_the_step_did(make, tmp_path):
 
 def test_long_runs_thin_out_the_details_only(make, tmp_path):
     trainer = make(steps=400)
-    trainer.callbacks = [Balance(k3.balancers(trainer.module)), Metrics(tmp_path / "metrics.jsonl")]
+    trainer.callbacks = [Balance(k3.balancing(trainer.module)), Metrics(tmp_path / "metrics.jsonl")]
     trainer.asked_to_stop = lambda: trainer.progress.step >= 2
     trainer.run(400)
     one, two = metrics(tmp_path)

@@ -1,0 +1,146 @@
+"""Which part of every parameter this rank updates (ZeRO-1), read from megatron-core's buffers.
+
+Under ZeRO-1 each bucket of a buffer is cut evenly over the ranks that replicate it: data and context ranks for dense parameters,
+expert-data ranks for experts. A rank holds the reduced gradient, the master weight and the moments of its cut alone; `sync`
+gathers the updated weights. Without ZeRO, or without replicas, every part is the whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.cards import Card, CardTable, Group, TensorAxis
+from parallel.world import World
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one parameter: elements [start, stop) of the flattened tensor."""
+
+    parameter: nn.Parameter
+    parts: tuple[tuple[int, int], ...]  # [start, stop) by rank of `group`: disjoint, together the whole parameter
+    rank: int  # in `group`
+    group: Any  # the process group the parameter is cut over; None where it is not cut
+    counted: bool  # this rank counts the part in sums over the model, and no other rank counts it too
+
+    @property
+    def start(self) -> int:
+        return self.parts[self.rank][0]
+
+    @property
+    def stop(self) -> int:
+        return self.parts[self.rank][1]
+
+    @property
+    def whole(self) -> bool:
+        return self.stop - self.start == self.parameter.numel()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor shaped like the parameter: the tensor itself where whole, else a flat view [stop - start]."""
+        return tensor if self.whole else tensor.view(-1)[self.start : self.stop]
+
+    @property
+    def weight(self) -> Tensor:
+        """A view of the parameter; looked up anew, because buffers may replace a parameter's storage."""
+        return self.of(self.parameter.data)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient: of `main_grad` where there is one, else of `grad`."""
+        main: Tensor | None = getattr(self.parameter, "main_grad", None)
+        gradient = self.parameter.grad if main is None else main
+        return None if gradient is None else self.of(gradient)
+
+
+class Shards(Mapping[str, Shard]):
+    """The parts of all trained parameters by name, in the model's order; an empty part has start == stop."""
+
+    def __init__(self, shards: Mapping[str, Shard], world: World | None = None, buffers: Any = None):
+        self._shards = dict(shards)
+        self.world = world
+        self._buffers = buffers  # megatron-core's DistributedDataParallel, where the weights lie in gathered buffers
+
+    @classmethod
+    def whole(cls, cards: CardTable) -> Shards:
+        """Every parameter whole, in a single process."""
+        return cls({card.name: Shard(p, ((0, p.numel()),), 0, None, True) for card, p in cards.trained()})
+
+    @classmethod
+    def of(cls, buffers: Any, cards: CardTable, world: World) -> Shards:
+        """The cut that megatron-core's DistributedDataParallel `buffers` makes."""
+        ranges = _cut(buffers) if buffers.ddp_config.use_distributed_optimizer else {}
+        shards = {}
+        for card, p in cards.trained():
+            group = world.groups.expt_dp if card.placement.group is Group.EXPERT else world.groups.dp_cp
+            first = _first_of_replicas(card, world)
+            if (parts := ranges.get(p)) is not None and group.size() > 1:
+                shards[card.name] = Shard(p, parts, group.rank(), group, first)
+            else:
+                shards[card.name] = Shard(p, ((0, p.numel()),), 0, None, first and group.rank() == 0)
+        return cls(shards, world, buffers)
+
+    def __getitem__(self, name: str) -> Shard:
+        return self._shards[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @property
+    def tensor_size(self) -> int:
+        return 1 if self.world is None else self.world.groups.tp.size()
+
+    @property
+    def tensor_rank(self) -> int:
+        return 0 if self.world is None else self.world.groups.tp.rank()
+
+    @property
+    def tensor_group(self) -> Any:
+        return None if self.world is None else self.world.groups.tp
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums over all ranks of the model and its replicas; what each rank gives must cover `counted` parts only. In place."""
+        if self.world is not None and self.world.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def max_over_data(self, values: Tensor) -> Tensor:
+        """The maximum over the ranks that hold different tokens of the same heads. In place."""
+        if self.world is not None and self.world.groups.dp_cp.size() > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.world.groups.dp_cp)
+        return values
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Gathers the updated parts into whole weights on every rank; nothing to do without ZeRO."""
+        if self._buffers is not None and self._buffers.ddp_config.use_distributed_optimizer:
+            self._buffers.start_param_sync(force_sync=True)
+
+
+def _first_of_replicas(card: Card, world: World) -> bool:
+    """Whether this tensor rank counts the parameter: each shard counts, of equal copies the first alone."""
+    if card.placement.group is Group.EXPERT or card.placement.tensor in (TensorAxis.ROWS, TensorAxis.COLS):
+        return True
+    return world.groups.tp.rank() == 0
+
+
+def _cut(buffers: Any) -> dict[nn.Parameter, tuple[tuple[int, int], ...]]:
+    """[start, stop) of every rank, by parameter: each bucket is cut evenly, wherever the edges fall."""
+    out = {}
+    for buffer in (*buffers.buffers, *buffers.expert_parallel_buffers):
+        ranks = buffer.data_parallel_world_size
+        for bucket in buffer.buckets:
+            size = bucket.grad_data.numel() // ranks
+            for parameter, (first, last) in bucket.param_to_index.items():
+                edges = [min(max(r * size, first), last) - first for r in range(ranks + 1)]
+                out[parameter] = tuple(pairwise(edges))
+    return out

@@ -1,0 +1,35 @@
+"""Model, gradient buffers, optimizer and objective of a run: the one place where they are put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import k3
+import optim
+import parallel
+from k3.config import K3Config
+from optim.config import OptimConfig
+from optim.optimizer import Optimizer
+from parallel.schedule import ParallelModel
+from parallel.world import World
+from recipes.objective import Objective
+
+
+@dataclass(frozen=True)
+class Parts:
+    model: ParallelModel
+    optimizer: Optimizer
+    objective: Objective
+
+
+def assemble(model: K3Config, dials: OptimConfig, world: World, *, dtype: torch.dtype, seed: int, steps: int) -> Parts:
+    """This rank's share of a run of `steps` steps; parameters are drawn from `seed`."""
+    stage = k3.build(model, world, dtype=dtype, seed=seed)
+    cards = k3.cards(stage)
+    wrapped = parallel.wrap(stage, cards, world)
+    optimizer = optim.build(
+        dials, cards, shards=wrapped.shards, steps=steps, clip_targets=k3.clip_targets(stage), balancing=k3.balancing(stage)
+    )
+    return Parts(wrapped, optimizer, Objective((1.0, *[model.mtp_weight] * model.mtp_layers), world))
