@@ -33,7 +33,7 @@ def megatron_config(config: K3Config, world: World, dtype: torch.dtype) -> Trans
         context_parallel_size=groups.cp.size(),
         expert_model_parallel_size=groups.ep.size() if moe else 1,
         expert_tensor_parallel_size=1 if moe else None,
-        sequence_parallel=False,
+        sequence_parallel=world.sequence_parallel,
         num_moe_experts=config.moe.experts or None,
         moe_router_topk=config.moe.top_k,
         moe_router_load_balancing_type="none",

@@ -58,15 +58,21 @@ class Balancer(nn.Module):
         if self.mode is Balance.quantile:
             self.histogram += quantile.count(scores, threshold, self.bias, self.bins, counted)
 
-    def auxiliary(self, scores: Tensor, chosen: Tensor, counted: Tensor | None, weight: float) -> Tensor:
-        """Returns `scores` tied to the auxiliary loss weight * E * sum_e f_e P_e, f the load share, P the mean score share."""
+    def auxiliary(self, scores: Tensor, chosen: Tensor, counted: Tensor | None, weight: float, group: Any) -> Tensor:
+        """Returns `scores` tied to this rank's part of the auxiliary loss weight * E * sum_e f_e P_e.
+
+        f is the load share and P the mean score share of this micro-batch's tokens on all ranks of `group` together, those that
+        hold different tokens: the loss is the same however the micro-batch is spread.
+        """
         experts = scores.shape[1]
         rows = scores if counted is None else scores[counted]
         picked = chosen if counted is None else chosen[counted]
-        if not rows.numel():
-            return scores
-        share = torch.bincount(picked.reshape(-1), minlength=experts).to(scores.dtype) / max(1, picked.numel())
-        mean = (rows / rows.sum(1, keepdim=True)).mean(0)
+        load = torch.bincount(picked.reshape(-1), minlength=experts)
+        if group.size() > 1:
+            dist.all_reduce(load, group=group)
+        total = load.sum().clamp(min=1)  # tokens x k
+        share = load.to(scores.dtype) / total
+        mean = (rows / rows.sum(1, keepdim=True)).sum(0) * (self.top_k / total)
         return _AddLoss.apply(scores, weight * experts * (share * mean).sum())
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """Feed-forward parts: the dense gated MLP and Stable LatentMoE (report 2.3), both with SiTU-GLU.
 
-Legend: T tokens, B rows, d hidden, l latent width (d without latents), E experts on this rank, f width inside one expert.
+Legend: T tokens of this rank, B rows, d hidden, l latent width (d without latents), E experts on this rank, f width inside one expert.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kernels.experts import grouped_mlp
 from kernels.situ import situ_glu, swiglu
 from parallel.experts import AllToAll
 from parallel.megatron import TransformerConfig
+from parallel.tensor import enter, join_tokens, split_tokens
 from parallel.world import World
 
 
@@ -30,16 +31,18 @@ def activation(config: K3Config) -> Callable[..., Tensor]:
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x), up(x))): [..., d] -> [..., d] through `size`."""
+    """down(act(gate(x), up(x))): [T, B, d] -> [T, B, d] through `size`."""
 
     def __init__(self, size: int, config: K3Config, megatron: TransformerConfig, world: World):
         super().__init__()
+        self.world = world
         self.gate_proj = Column(config.hidden_size, size, megatron, world)
         self.up_proj = Column(config.hidden_size, size, megatron, world)
         self.down_proj = Row(size, config.hidden_size, megatron, world)
         self.activation = activation(config)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        x = enter(x, self.world)
         return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
 
 
@@ -59,12 +62,17 @@ class Experts(nn.Module):
 
 
 class LatentMoE(nn.Module):
-    """Shared(x) + W_up RMS(sum_j p_j E_j(W_down x)): [T, B, d] -> [T, B, d]."""
+    """Shared(x) + W_up RMS(sum_j p_j E_j(W_down x)): [T, B, d] -> [T, B, d].
+
+    Tensor ranks route tokens of their own, with and without sequence parallelism: the routed experts are not cut over them, and
+    equal tokens on several ranks would be sent and computed several times. What travels to experts and back is latents.
+    """
 
     def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
         super().__init__()
+        self.world = world
         d = config.hidden_size
-        self.router = Router(config, megatron)
+        self.router = Router(config, megatron, world)
         self.experts = Experts(config, megatron, world)
         self.dispatch = AllToAll(megatron, config.moe.experts, world)
         self.latent, self.normed = config.latent, config.latent_norm
@@ -77,7 +85,8 @@ class LatentMoE(nn.Module):
         self.shared_experts = GatedMLP(shared * config.moe.expert_size, config, megatron, world) if shared else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
+        own = split_tokens(x, self.world)
+        flat = own.reshape(-1, own.shape[-1])
         chosen, weights = self.router(flat, context)
         routed = self.dispatch.dispatch(self.routed_expert_down_proj(flat) if self.latent else flat, chosen, weights)
         out = self.dispatch.combine(self.experts(routed.tokens, routed.counts, routed.probabilities))
@@ -85,5 +94,5 @@ class LatentMoE(nn.Module):
             out = self.routed_expert_norm(out)
         if self.latent:
             out = self.routed_expert_up_proj(out)
-        out = out.view(x.shape)
+        out = join_tokens(out.view(own.shape), self.world)
         return out if self.shared_experts is None else out + self.shared_experts(x)

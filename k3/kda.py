@@ -5,17 +5,22 @@ Legend: T tokens, B rows, d hidden, H heads on this rank, K = V head width, P = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from k3.config import K3Config, OutputGate
 from k3.context import Context
 from k3.linear import Column, Duplicated, Row
-from kernels.conv import short_conv
-from kernels.kda import kda
+from kernels.conv import last_inputs, short_conv
+from kernels.kda import kda, state_map
 from kernels.norm import gated_rms_norm, rms_norm
 from parallel.cards import DType
+from parallel.context import from_previous, incoming_state
 from parallel.megatron import TransformerConfig
+from parallel.tensor import enter
 from parallel.world import World
 
 
@@ -26,16 +31,22 @@ class ShortConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width, dtype=DType.FP32.resolve(dtype)))
 
-    def forward(self, x_TBP: Tensor, context: Context) -> Tensor:
-        """[T, B, P] -> [B, T, P] (a view of the same memory order)."""
-        return short_conv(x_TBP.transpose(0, 1), self.weight, document_starts=context.document_starts)[0]
+    def forward(self, x_TBP: Tensor, context: Context, before: Tensor | None) -> Tensor:
+        """[T, B, P] -> [B, T, P] (a view of the same memory order); `before` [B, W-1, P]: the inputs of the previous stretch."""
+        starts = context.document_starts
+        return short_conv(x_TBP.transpose(0, 1), self.weight, document_starts=starts, initial_state=before)[0]
 
 
 class KDA(nn.Module):
-    """[T, B, d] -> [T, B, d]."""
+    """[T / s, B, d] -> [T / s, B, d], s the tensor ranks under sequence parallelism, else 1.
+
+    Under context parallelism (KCP, report 5.1.2) a stretch continues from its predecessors through two tensors of fixed size: the
+    last W-1 inputs of the convolutions, and what earlier stretches do to the recurrent state.
+    """
 
     def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
         super().__init__()
+        self.world = world
         c, d = config.kda, config.hidden_size
         self.heads = c.heads // world.groups.tp.size()
         self.head_dim, self.gate, self.lower_bound = c.head_dim, c.gate.value, c.lower_bound
@@ -65,20 +76,20 @@ class KDA(nn.Module):
         self.o_proj = Row(p, d, megatron, world)
 
     def forward(self, x_TBd: Tensor, context: Context) -> Tensor:
+        x_TBd = enter(x_TBd, self.world)
         t, b, _ = x_TBd.shape
         by_head = (b, t, self.heads, self.head_dim)
-        out_BTHV, _ = kda(
-            self.q_conv1d(self.q_proj(x_TBd), context).view(by_head),
-            self.k_conv1d(self.k_proj(x_TBd), context).view(by_head),
-            self.v_conv1d(self.v_proj(x_TBd), context).view(by_head),
-            self.f_b_proj(self.f_a_proj(x_TBd)).transpose(0, 1).view(by_head),
-            self.b_proj(x_TBd).transpose(0, 1),
-            self.A_log,
-            self.dt_bias.view(self.heads, self.head_dim),
-            gate=self.gate,
-            lower_bound=self.lower_bound,
-            document_starts=context.document_starts,
-        )
+        projected = (self.q_proj(x_TBd), self.k_proj(x_TBd), self.v_proj(x_TBd))
+        before = self._inputs_before(projected, context)
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        q, k, v = (conv(x, context, past).view(by_head) for conv, x, past in zip(convolutions, projected, before))
+        z = self.f_b_proj(self.f_a_proj(x_TBd)).transpose(0, 1).view(by_head)
+        decay = (z, self.b_proj(x_TBd).transpose(0, 1), self.A_log, self.dt_bias.view(self.heads, self.head_dim))
+        shared: dict[str, Any] = {"gate": self.gate, "lower_bound": self.lower_bound, "document_starts": context.document_starts}
+        state = None
+        if self.world.groups.cp.size() > 1:
+            state = incoming_state(state_map(k, v, *decay, **shared), self.world)
+        out_BTHV, _ = kda(q, k, v, *decay, initial_state=state, **shared)
         out_TBHV = out_BTHV.transpose(0, 1)
         weight = self.o_norm["weight"]
         if self.output_gate is OutputGate.none:
@@ -87,3 +98,12 @@ class KDA(nn.Module):
             gate = self.g_proj(x_TBd) if self.output_gate is OutputGate.full else self.g_b_proj(self.g_a_proj(x_TBd))
             out = gated_rms_norm(out_TBHV, gate.view(out_TBHV.shape), weight, eps=self.eps)
         return self.o_proj(out.reshape(t, b, -1))
+
+    def _inputs_before(self, projected: Sequence[Tensor], context: Context) -> Sequence[Tensor | None]:
+        """For each convolution its inputs just before this stretch, [B, W-1, P], in one exchange; None without context ranks."""
+        width = self.q_conv1d.weight.shape[1]
+        if self.world.groups.cp.size() == 1 or width == 1:
+            return [None] * len(projected)
+        inputs = torch.cat([x[1 - width :] for x in projected], -1).transpose(0, 1)
+        starts = context.document_starts[:, 1 - width :]
+        return from_previous(last_inputs(inputs, width - 1, starts, None), self.world).chunk(len(projected), -1)

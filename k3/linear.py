@@ -1,6 +1,6 @@
 """Linear layers and norms of the model: megatron-core's parallel ones, returning plain tensors.
 
-The seam for other providers (Transformer Engine builds the same four kinds). No layer has a bias; first values are drawn by
+The seam for other providers (Transformer Engine builds the same kinds). No layer has a bias; first values are drawn by
 k3/init.py, so nothing is initialised here.
 """
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.norm import rms_norm
-from parallel.megatron import ColumnParallelLinear, RowParallelLinear, TransformerConfig
+from parallel.megatron import ColumnParallelLinear, RowParallelLinear, TransformerConfig, VocabParallelEmbedding
 from parallel.world import World
 
 
@@ -22,19 +22,26 @@ def _undrawn(weight: Tensor) -> Tensor:
 
 
 class Column(ColumnParallelLinear):
-    """Weight [out / tensor ranks, in]: heads, gates, channels, vocabulary. [..., in] -> [..., out / tensor ranks]."""
+    """Weight [out / tensor ranks, in]: heads, gates, channels, vocabulary. [T, ..., in] -> [T, ..., out / tensor ranks].
+
+    Reads what `parallel.tensor.enter` gives, which also sums the gradients of the tensor ranks: nothing is communicated here.
+    """
 
     def __init__(self, size_in: int, size_out: int, config: TransformerConfig, world: World):
         super().__init__(
-            size_in, size_out, config=config, init_method=_undrawn, bias=False, gather_output=False, tp_group=world.groups.tp
+            size_in, size_out, config=config, init_method=_undrawn, bias=False, gather_output=False, disable_grad_reduce=True,
+            tp_group=world.groups.tp,
         )  # fmt: skip
+        self.sequence_parallel = False  # its own gathering of the sequence
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().forward(x, *args, **kwargs)[0]
 
 
 class Row(RowParallelLinear):
-    """Weight [out, in / tensor ranks]. [..., in / tensor ranks] -> [..., out], summed over tensor ranks."""
+    """Weight [out, in / tensor ranks]. [T, ..., in / tensor ranks] -> [T / s, ..., out], summed over tensor ranks; s is their
+    number under sequence parallelism, else 1.
+    """
 
     def __init__(self, size_in: int, size_out: int, config: TransformerConfig, world: World):
         super().__init__(
@@ -66,6 +73,20 @@ class ConcatLinear(Duplicated):
     def forward(self, first: Tensor, second: Tensor) -> Tensor:  # type: ignore[override]
         left, right = self.weight.chunk(2, dim=1)
         return F.linear(first, left) + F.linear(second, right)
+
+
+class Embedding(VocabParallelEmbedding):
+    """Weight [vocabulary / tensor ranks, d]. tokens [B, T] -> [T / s, B, d]."""
+
+    def __init__(self, size: int, width: int, config: TransformerConfig, world: World):
+        super().__init__(
+            size, width, init_method=_undrawn, config=config, reduce_scatter_embeddings=world.sequence_parallel,
+            tp_group=world.groups.tp,
+        )  # fmt: skip
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        # where megatron-core scatters along the sequence it puts that axis first itself
+        return super().forward(tokens if self.reduce_scatter_embeddings else tokens.t())
 
 
 class RMSNorm(nn.Module):

@@ -1,6 +1,6 @@
 """Gated Multi-head Latent Attention without position encoding (report 2.1.2).
 
-Legend: T tokens, B rows, d hidden, H heads on this rank, N = nope + rope key width, V value width.
+Legend: T tokens of this context rank, B rows, d hidden, H heads on this rank, N = nope + rope key width, V value width.
 The "rope" part keeps the release's name and is never rotated: its key is one vector shared by all heads.
 """
 
@@ -14,17 +14,24 @@ from k3.context import Context
 from k3.linear import Column, Duplicated, RMSNorm, Row
 from kernels.attention import attention
 from parallel.cards import DType
+from parallel.context import gather_past
 from parallel.megatron import TransformerConfig
+from parallel.tensor import enter
 from parallel.world import World
 
 
 class MLA(nn.Module):
-    """[T, B, d] -> [T, B, d]. `max_logits` [H] keeps the largest scaled logit of each head since it was last cleared."""
+    """[T / s, B, d] -> [T / s, B, d], s the tensor ranks under sequence parallelism, else 1.
+
+    Context ranks gather the compressed latents of all earlier tokens, kv_lora_rank + rope wide, rather than keys and values.
+    `max_logits` [H] keeps the largest scaled logit of each head over this rank's queries since it was last cleared.
+    """
 
     max_logits: Tensor
 
     def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
         super().__init__()
+        self.world = world
         c, d = config.mla, config.hidden_size
         self.heads = c.heads // world.groups.tp.size()
         self.nope, self.rope, self.value = c.nope_dim, c.rope_dim, c.v_dim
@@ -48,18 +55,27 @@ class MLA(nn.Module):
         self.register_buffer("max_logits", logits, persistent=False)
 
     def forward(self, x_TBd: Tensor, context: Context) -> Tensor:
-        t, b, _ = x_TBd.shape
-        query = self.q_proj(x_TBd) if self.direct_query else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TBd)))
-        latent, shared = self.kv_a_proj_with_mqa(x_TBd).split([self.kv_a_layernorm.weight.numel(), self.rope], dim=-1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(t, b, self.heads, self.nope + self.value)
+        entered = enter(x_TBd, self.world) if self.direct_query or self.output_gate else x_TBd
+        if self.direct_query:
+            query = self.q_proj(entered)
+        else:
+            query = self.q_b_proj(enter(self.q_a_layernorm(self.q_a_proj(x_TBd)), self.world))
+        t, b, _ = query.shape
+        widths = [self.kv_a_layernorm.weight.numel(), self.rope]
+        latent, shared = self.kv_a_proj_with_mqa(x_TBd).split(widths, dim=-1)
+        # the shared key enters with the latent: its gradient is the sum over the heads of all tensor ranks
+        compressed = enter(torch.cat([self.kv_a_layernorm(latent), shared], dim=-1), self.world)
+        latent, shared = gather_past(compressed, self.world).split(widths, dim=-1)
+        past = latent.shape[0]
+        kv = self.kv_b_proj(latent).view(past, b, self.heads, self.nope + self.value)
         key, value = kv.split([self.nope, self.value], dim=-1)
-        key = torch.cat([key, shared.unsqueeze(2).expand(t, b, self.heads, self.rope)], dim=-1)
+        key = torch.cat([key, shared.unsqueeze(2).expand(past, b, self.heads, self.rope)], dim=-1)
         out_BTHV, max_logits = attention(
             query.view(t, b, self.heads, self.key).transpose(0, 1),
             key.transpose(0, 1),
             value.transpose(0, 1),
             scale=self.key**-0.5,
-            document_starts=context.document_starts,
+            document_starts=context.past_starts,
         )
         if self.training and torch.is_grad_enabled():
             # a maximum, so that recomputation and micro-batching change nothing
@@ -67,6 +83,6 @@ class MLA(nn.Module):
         out_TBP = out_BTHV.transpose(0, 1).reshape(t, b, -1)
         if self.output_gate:
             math = torch.float64 if out_TBP.dtype == torch.float64 else torch.float32
-            gate = torch.sigmoid(self.g_proj(x_TBd).to(math))
+            gate = torch.sigmoid(self.g_proj(entered).to(math))
             out_TBP = (out_TBP.to(math) * gate).to(x_TBd.dtype)
         return self.o_proj(out_TBP)

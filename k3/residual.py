@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,19 @@ class ReadRunningSum(nn.Module):
         return rows.prefix
 
 
+class _Untouched(torch.autograd.Function):
+    """Returns x; gives unused parameters a gradient of zeros, without which gradients could not be reduced during backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *unused: Tensor) -> Tensor:
+        ctx.unused = unused
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
+        return grad_outputs[0], *(torch.zeros_like(p) for p in ctx.unused)
+
+
 class ReadBlocks(nn.Module):
     """softmax_i(<RMS(row_i), norm * query>) over the bank and the running sum; queries start at zero, a uniform mix.
 
@@ -51,7 +65,7 @@ class ReadBlocks(nn.Module):
 
     def forward(self, rows: Rows) -> Tensor:
         if not rows.bank:  # the first layer's attention: nothing to mix, its weights exist in the release all the same
-            return rows.prefix
+            return _Untouched.apply(rows.prefix, self.norm, self.query)
         out, weights = mix((*rows.bank, rows.prefix), self.norm, self.query, eps=self.eps)
         self.weights = weights.flatten(1).mean(1)
         return out

@@ -15,13 +15,15 @@ from k3.context import Context
 from kernels.quantile import cutoff as select
 from parallel.cards import DType
 from parallel.megatron import TransformerConfig
+from parallel.world import World
 
 
 class Router(nn.Module):
     """[N, d] -> (chosen experts [N, k] in descending order of score + bias, their weights [N, k]). All math in float32."""
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig):
+    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
         super().__init__()
+        self.group = world.groups.tp_dp_cp  # the ranks that route different tokens
         c = config.moe
         self.top_k, self.renormalise, self.scaling = c.top_k, c.renormalise, c.scaling
         self.aux_weight = c.aux_weight if c.balance is Balance.aux else 0.0
@@ -36,7 +38,7 @@ class Router(nn.Module):
         if self.training:
             scores = self.balancer.observe(scores, chosen, threshold, context.counted)
             if self.aux_weight:
-                scores = self.balancer.auxiliary(scores, chosen, context.counted, self.aux_weight * context.share)
+                scores = self.balancer.auxiliary(scores, chosen, context.counted, self.aux_weight * context.share, self.group)
         weights = scores.gather(1, chosen)
         if self.renormalise:
             weights = weights / (weights.sum(1, keepdim=True) + 1e-20)

@@ -1,7 +1,7 @@
 """The language model, or one pipeline stage of it: embedding, decoder layers, output mix, head, MTP.
 
-Legend: T tokens, B rows, d hidden, V vocabulary, M MTP layers. Hidden states are [T, B, d], as megatron-core's sequence-parallel
-operations want them.
+Legend: T tokens of whole rows or of this rank, B rows, d hidden, V vocabulary, M MTP layers. Hidden states are [T, B, d], as
+megatron-core's sequence-parallel operations want them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from k3.config import K3Config, Residual
 from k3.context import Context
 from k3.layer import Layer, MTPLayer
-from k3.linear import Column, RMSNorm
+from k3.linear import Column, Embedding, RMSNorm
 from k3.residual import ReadBlocks, ReadRunningSum, Rows
 from kernels import documents
+from parallel.context import stretch
 from parallel.cross_entropy import cross_entropy
 from parallel.megatron import (
     MegatronModule,
     ModelType,
     TransformerConfig,
-    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
+from parallel.tensor import enter, own_tokens
 from parallel.world import World
 
 
@@ -38,9 +40,7 @@ class Stage(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
         self.k3 = config
         self.world = world
-        self.embedding = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, init_method=lambda w: w, config=megatron, tp_group=world.groups.tp
-        )
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, megatron, world)
         self.layers = nn.ModuleList(Layer(i, config, megatron, world) for i in range(config.layers))
         self.output_residual = ReadBlocks(megatron) if config.residual is Residual.attnres else ReadRunningSum()
         self.norm = RMSNorm(config.hidden_size, megatron)
@@ -60,12 +60,14 @@ class Stage(MegatronModule):
         padding: Tensor | None = None,
         share: float = 1.0,
     ) -> Tensor:
-        """tokens [B, T] int64 -> logits [B, T, V], or with labels losses [1 + M, B, T], zero where not counted.
+        """tokens [B, T] int64 -> logits [B, T, V], or with labels losses [1 + M, B, T / context ranks], zero where not counted.
 
+        Every tensor and context rank is given the same whole rows; losses are those of its own stretch of tokens.
         document_starts bool [B, T], true at each document's first token (None: one document a row).
         labels [B, T]: the token after each position. loss_mask bool [1 + M, B, T]: which positions count, row m for the target
         m + 1 tokens ahead; None counts every position whose targets lie in its row and document. padding bool [B, T], true
-        where a token is padding: it takes no part in expert balancing. share: this micro-batch's share of the step's tokens.
+        where a token is padding: it takes no part in expert balancing. share: the part of the step's tokens that is in this
+        micro-batch on all data ranks together.
         Raises ValueError for tokens outside the vocabulary or tensors of the wrong shape.
         """
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
@@ -73,25 +75,50 @@ class Stage(MegatronModule):
         b, t = tokens.shape
         self._check(tokens, labels, loss_mask)
         starts = documents.resolve(document_starts, b, t, continues=False, device=tokens.device)
-        context = Context(starts, None if padding is None else ~padding.t().reshape(-1), share)
-        rows = Rows(self.embedding(tokens.t()))
+        if labels is None:
+            tokens, starts = (F.pad(x, (0, -t % self._ranks)) for x in (tokens, starts))  # later tokens change nothing
+        context = self._context(starts, padding, share)
+        rows = Rows(self.embedding(self._own(tokens)))
         for layer in self.layers:
             rows = layer(rows, context)
         state = self.output_residual(rows)
-        logits = self.head(self.norm(state))
+        logits = self.head(enter(self.norm(state), self.world))
         if labels is None:
-            return gather_from_tensor_model_parallel_region(logits, group=self.world.groups.tp).transpose(0, 1)
+            return self._whole(logits)[:, :t]
         if loss_mask is None:
             loss_mask = default_loss_mask(starts, 1 + len(self.mtp))
         losses = [self._losses(logits, labels, loss_mask[0])]
         for m, layer in enumerate(self.mtp):
             # position t reads the embedding of token t + m + 1 and predicts token t + m + 2
-            state, normed = layer(state, self.embedding(_ahead(labels, m).t()), context)
-            losses.append(self._losses(self.head(normed), _ahead(labels, m + 1), loss_mask[m + 1]))
+            state, normed = layer(state, self.embedding(self._own(_ahead(labels, m))), context)
+            losses.append(self._losses(self.head(enter(normed, self.world)), _ahead(labels, m + 1), loss_mask[m + 1]))
         return torch.stack(losses)
 
+    @property
+    def _ranks(self) -> int:
+        """Ranks that the tokens of a row are spread over: context ranks, and inside each the tensor ranks."""
+        return self.world.groups.cp.size() * self.world.groups.tp.size()
+
+    def _own(self, rows_BT: Tensor) -> Tensor:
+        return stretch(rows_BT, self.world)
+
+    def _context(self, starts: Tensor, padding: Tensor | None, share: float) -> Context:
+        context_group = self.world.groups.cp
+        tokens = starts.shape[1] // context_group.size()
+        counted = None if padding is None else ~own_tokens(self._own(padding).t(), self.world).reshape(-1)
+        return Context(starts[:, : (context_group.rank() + 1) * tokens], tokens, counted, share)
+
+    def _whole(self, logits_TBV: Tensor) -> Tensor:
+        """[B, T, V] on every rank, from each rank's stretch and slice of the vocabulary."""
+        logits_TBV = gather_from_tensor_model_parallel_region(logits_TBV, group=self.world.groups.tp)
+        if self.world.groups.cp.size() > 1:
+            logits_TBV = gather_from_sequence_parallel_region(
+                logits_TBV, tensor_parallel_output_grad=False, group=self.world.groups.cp
+            )
+        return logits_TBV.transpose(0, 1)
+
     def _losses(self, logits_TBV: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        return cross_entropy(logits_TBV, labels.t(), mask.t(), self.world.groups.tp).t()
+        return cross_entropy(logits_TBV, self._own(labels).t(), self._own(mask).t(), self.world.groups.tp).t()
 
     def _check(self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None) -> None:
         vocabulary = self.k3.vocab_size
@@ -103,6 +130,9 @@ class Stage(MegatronModule):
             # not on CUDA: the check would wait for the device at every step
             if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
                 raise ValueError(f"{name} holds {int(ids.min())}..{int(ids.max())}; the vocabulary is 0..{vocabulary - 1}")
+        if labels is not None and tokens.shape[1] % self._ranks:
+            cp, tp = self.world.groups.cp.size(), self.world.groups.tp.size()
+            raise ValueError(f"rows of {tokens.shape[1]} tokens; give a multiple of context x tensor ranks = {cp} x {tp}")
         horizon = 1 + len(self.mtp)
         if loss_mask is not None and tuple(loss_mask.shape) != (horizon, *tokens.shape):
             raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; give {(horizon, *tokens.shape)}, one row a target")

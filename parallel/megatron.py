@@ -15,7 +15,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed ..."
     from megatron.core.enums import ModelType
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        scatter_to_sequence_parallel_region,
+    )
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,5 +31,8 @@ __all__ = [
     "RowParallelLinear",
     "TransformerConfig",
     "VocabParallelEmbedding",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "scatter_to_sequence_parallel_region",
 ]

@@ -44,6 +44,7 @@ def wrap(module: nn.Module, cards: CardTable, world: World) -> ParallelModel:
 
 def _buffers(module: nn.Module, world: World) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     config: Any = module.config
     # set before wrapping: read at construction, and otherwise gradients come out divided by the data-parallel size
@@ -57,7 +58,17 @@ def _buffers(module: nn.Module, world: World) -> Any:
         overlap_grad_reduce=world.config.overlap and replicas,
         bucket_size=world.config.bucket,
     )
-    return DistributedDataParallel(config, ddp_config, module, pg_collection=world.groups)
+    layout = None
+    if ddp_config.use_distributed_optimizer:
+        # what megatron-core computes by itself where none is given, with the bucket size it would choose, and without a warning
+        if ddp_config.bucket_size is None and ddp_config.overlap_grad_reduce:
+            ddp_config.bucket_size = max(40_000_000, 1_000_000 * world.groups.dp_cp.size())
+        bucket = ddp_config.bucket_size if ddp_config.overlap_grad_reduce else None
+        layout = DistributedOptimizer.compute_full_param_layout(
+            [p for p in module.parameters() if p.requires_grad], bucket, world.groups.dp_cp.size(), ddp_config,
+            expert_data_parallel_world_size=world.groups.expt_dp.size(),
+        )  # fmt: skip
+    return DistributedDataParallel(config, ddp_config, module, pg_collection=world.groups, full_param_layout=layout)
 
 
 def _sums_over_tensor_ranks(card: Any, world: World) -> bool:

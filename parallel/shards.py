@@ -103,9 +103,13 @@ class Shards(Mapping[str, Shard]):
     def tensor_rank(self) -> int:
         return 0 if self.world is None else self.world.groups.tp.rank()
 
-    @property
-    def tensor_group(self) -> Any:
-        return None if self.world is None else self.world.groups.tp
+    def over_tensor_ranks(self, values: Tensor) -> Tensor:
+        """The values of every tensor rank, [tensor ranks, *shape]."""
+        if self.world is None or self.tensor_size == 1:
+            return values.unsqueeze(0)
+        out = values.new_empty(self.tensor_size, *values.shape)
+        dist.all_gather_into_tensor(out, values.contiguous(), group=self.world.groups.tp)
+        return out
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums over all ranks of the model and its replicas; what each rank gives must cover `counted` parts only. In place."""

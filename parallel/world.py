@@ -58,6 +58,8 @@ def start(config: ParallelConfig | None = None, device: str = "auto") -> World:
         raise ParallelError("device=cpu: this machine has a CUDA device; hide it with CUDA_VISIBLE_DEVICES= to run on the CPU")
     on_cuda = torch.cuda.is_available()
     cpu_backend.install()
+    # megatron-core calls collectives by names that torch is renaming
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Transformer Engine and Apex are not installed ..."
         from megatron.core import parallel_state

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,11 @@ class Objective:
     def denominators(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Counted targets of the global batch for each loss, [1 + M] float64, at least 1 each."""
         counts = torch.stack([batch.loss_mask.sum(dim=(1, 2)) for batch in micro_batches]).sum(0)
-        return self._over_data_ranks(counts.to(torch.float64)).clamp(min=1)
+        # context and tensor ranks were given the same whole rows
+        return self._sum(counts.to(torch.float64), self.world.groups.dp).clamp(min=1)
 
     def forward(self, model: nn.Module, batch: Batch, step_tokens: int) -> Tensor:
-        """The losses [1 + M, B, T] of one micro-batch out of a step of `step_tokens` tokens."""
+        """The losses [1 + M, B, T / context ranks] of one micro-batch out of a step of `step_tokens` tokens."""
         batch = to_device(batch, self.world.device)
         return model(
             batch.tokens,
@@ -43,7 +45,7 @@ class Objective:
             labels=batch.labels,
             loss_mask=batch.loss_mask,
             padding=batch.padding,
-            share=batch.tokens.numel() / step_tokens,
+            share=batch.tokens.numel() * self.world.data_size / step_tokens,
         )
 
     def share(self, losses: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,12 +56,12 @@ class Objective:
 
     def total(self, shares: Sequence[Tensor]) -> list[float]:
         """The step's losses [1 + M] from its micro-batches' parts."""
-        return self._over_data_ranks(torch.stack(list(shares)).to(torch.float64).sum(0)).tolist()
+        return self._sum(torch.stack(list(shares)).to(torch.float64).sum(0), self.world.groups.dp_cp).tolist()
 
-    def _over_data_ranks(self, values: Tensor) -> Tensor:
-        if self.world.data_size > 1:
+    def _sum(self, values: Tensor, group: Any) -> Tensor:
+        if group.size() > 1:
             values = values.to(self.world.device)
-            dist.all_reduce(values, group=self.world.groups.dp)
+            dist.all_reduce(values, group=group)
         return values
 
 

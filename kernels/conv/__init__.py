@@ -31,11 +31,11 @@ def short_conv(
     if document_starts is not None:
         document_starts = documents.resolve(document_starts, batch, length, continues=False, device=x.device)
     state = initial_state if past else None
-    return ShortConv.apply(x, weight, document_starts, state), _last_inputs(x, past, document_starts, initial_state)
+    return ShortConv.apply(x, weight, document_starts, state), last_inputs(x, past, document_starts, initial_state)
 
 
-def _last_inputs(x: Tensor, past: int, document_starts: Tensor | None, initial_state: Tensor | None) -> Tensor:
-    """The W-1 inputs that the next token's taps may read: [B, W-1, C]."""
+def last_inputs(x: Tensor, past: int, document_starts: Tensor | None, initial_state: Tensor | None) -> Tensor:
+    """The `past` = W-1 inputs that the next token's taps may read, [B, W-1, C]: what `short_conv` returns as final_state."""
     batch, length, channels = x.shape
     tail = x[:, max(0, length - past) :] if past else x[:, :0]
     if length < past:

@@ -6,6 +6,7 @@ path.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.dispatch import Backend, choose
@@ -70,6 +71,35 @@ def kda(
     )  # fmt: skip
 
 
+def state_map(
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta_logit: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    gate: str = "bounded",
+    lower_bound: float = -5.0,
+    document_starts: Tensor,
+    backend: str | None = None,
+) -> Tensor:
+    """What a stretch of tokens does to the state before it: S -> M S + N (spec 2.7), as [M | N] of shape [B, H, K, K + V].
+
+    Arguments as of `kda`; document_starts is given, and M is zero in rows where a document begins. The pair is the final state of
+    one run from [1 | 0] whose values are [0 | v]: a state's columns never mix. The dtype is that of the state; all tensor
+    arguments get gradients.
+    """
+    batch, length, heads, width = k.shape
+    values = torch.cat([v.new_zeros(batch, length, heads, width), v], -1)
+    math = torch.float64 if k.dtype == torch.float64 else torch.float32
+    one = torch.eye(width, width + v.shape[-1], dtype=math, device=k.device).expand(batch, heads, -1, -1)
+    return kda(
+        k, k, values, z, beta_logit, A_log, dt_bias,
+        gate=gate, lower_bound=lower_bound, initial_state=one, document_starts=document_starts, backend=backend,
+    )[1]  # fmt: skip
+
+
 def _check(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta_logit: Tensor, A_log: Tensor, dt_bias: Tensor,
     initial_state: Tensor | None, kind: str, lower_bound: float,
@@ -93,4 +123,4 @@ def _check(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; beside q of shape {tuple(q.shape)} give it {shape}")
 
 
-__all__ = ["kda"]
+__all__ = ["kda", "state_map"]

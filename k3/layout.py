@@ -1,0 +1,57 @@
+"""Whether parallel sizes fit a model: said before a process starts, with the size, the value and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from k3.config import K3Config
+from parallel.config import ParallelConfig, ParallelError
+
+
+def check_layout(model: K3Config, parallel: ParallelConfig, *, length: int | None = None) -> None:
+    """Raises ParallelError, all reasons in one message, one a line, for sizes that do not divide the model's parts.
+
+    `length`: tokens in a row, where known.
+    """
+    wrong = [*_tensor(model, parallel.tp), *_expert(model, parallel.ep)]
+    if length is not None:
+        wrong += _sequence(model, parallel, length)
+    if wrong:
+        raise ParallelError("\n".join(wrong))
+
+
+def _tensor(c: K3Config, tp: int) -> Iterator[str]:
+    layers = range(c.layers)
+    dense = not c.moe.experts or c.dense_layers > 0
+    parts = [
+        ("model.kda.heads", c.kda.heads, not all(c.is_mla(i) for i in layers)),
+        ("model.mla.heads", c.mla.heads, any(c.is_mla(i) for i in layers) or c.mtp_layers > 0),
+        ("model.dense_size", c.dense_size, dense),
+        ("model.moe.shared_experts * model.moe.expert_size", c.moe.shared_experts * c.moe.expert_size, c.moe.experts > 0),
+        ("model.vocab_size", c.vocab_size, True),
+    ]
+    for name, size, there in parts:
+        if there and size % tp:
+            yield f"parallel.tp={tp}: must divide {name} = {size}; the largest tp that fits is {gcd(size, tp)}"
+
+
+def _expert(c: K3Config, ep: int) -> Iterator[str]:
+    if ep > 1 and not c.moe.experts:
+        yield f"parallel.ep={ep}: model.moe.experts=0 has no experts to spread; leave it out"
+    elif c.moe.experts % ep:
+        yield f"parallel.ep={ep}: must divide model.moe.experts = {c.moe.experts}; {gcd(c.moe.experts, ep)} does"
+
+
+def _sequence(c: K3Config, parallel: ParallelConfig, length: int) -> Iterator[str]:
+    ranks = parallel.cp * parallel.tp
+    if length % ranks:
+        yield (
+            f"parallel.cp={parallel.cp} and parallel.tp={parallel.tp}: the {length} tokens of a row must be a multiple of cp * tp "
+            f"= {ranks}; give rows of {-(-length // ranks) * ranks}"
+        )
+    elif parallel.cp > 1 and length // parallel.cp < c.kda.conv_size - 1:
+        yield (
+            f"parallel.cp={parallel.cp}: leaves {length // parallel.cp} of {length} tokens a rank, and the convolutions reach "
+            f"{c.kda.conv_size - 1} back; give longer rows or a smaller cp"
+        )
