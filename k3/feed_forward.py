@@ -1,6 +1,7 @@
 """Feed-forward parts: the dense gated MLP and Stable LatentMoE (report 2.3), both with SiTU-GLU.
 
-Legend: T tokens of this rank, B rows, d hidden, l latent width (d without latents), E experts on this rank, f width inside one expert.
+Legend: T tokens of this rank, B rows, d hidden, l latent width (d without latents), E experts on this rank, f width inside
+one expert.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from k3.config import K3Config, OutputGate
 from k3.context import Context
 from k3.linear import Column, Duplicated, Row
 from kernels.conv import last_inputs, short_conv
-from kernels.kda import kda, state_map
+from kernels.kda import kda
 from kernels.norm import gated_rms_norm, rms_norm
 from parallel.cards import DType
-from parallel.context import from_previous, incoming_state
+from parallel.context import StateLink, from_previous
 from parallel.megatron import TransformerConfig
 from parallel.tensor import enter
 from parallel.world import World
@@ -86,10 +86,8 @@ class KDA(nn.Module):
         z = self.f_b_proj(self.f_a_proj(x_TBd)).transpose(0, 1).view(by_head)
         decay = (z, self.b_proj(x_TBd).transpose(0, 1), self.A_log, self.dt_bias.view(self.heads, self.head_dim))
         shared: dict[str, Any] = {"gate": self.gate, "lower_bound": self.lower_bound, "document_starts": context.document_starts}
-        state = None
-        if self.world.groups.cp.size() > 1:
-            state = incoming_state(state_map(k, v, *decay, **shared), self.world)
-        out_BTHV, _ = kda(q, k, v, *decay, initial_state=state, **shared)
+        link = StateLink(self.world) if self.world.groups.cp.size() > 1 else None
+        out_BTHV, _ = kda(q, k, v, *decay, link=link, **shared)
         out_TBHV = out_BTHV.transpose(0, 1)
         weight = self.o_norm["weight"]
         if self.output_gate is OutputGate.none:

@@ -47,8 +47,8 @@ def _sequence(c: K3Config, parallel: ParallelConfig, length: int) -> Iterator[st
     ranks = parallel.cp * parallel.tp
     if length % ranks:
         yield (
-            f"parallel.cp={parallel.cp} and parallel.tp={parallel.tp}: the {length} tokens of a row must be a multiple of cp * tp "
-            f"= {ranks}; give rows of {-(-length // ranks) * ranks}"
+            f"parallel.cp={parallel.cp} and parallel.tp={parallel.tp}: the {length} tokens of a row must be a multiple of "
+            f"cp * tp = {ranks}; give rows of {-(-length // ranks) * ranks}"
         )
     elif parallel.cp > 1 and length // parallel.cp < c.kda.conv_size - 1:
         yield (

@@ -34,13 +34,43 @@ def from_previous(x: Tensor, world: World) -> Tensor:
     return _Shift.apply(x, world.groups.cp)
 
 
-def incoming_state(fragment: Tensor, world: World) -> Tensor:
-    """Folds the stretches of all earlier ranks, each acting on a state as S -> M S + N, beginning from zero.
+class StateLink:
+    """The recurrent state's way through the context ranks, one object a run of the operator (a `kernels.kda.Link`).
 
-    fragment [..., K, K + V] is this rank's [M | N]; returns [..., K, V], the state before its first token. One all-gather of the
-    fragments, whose size does not depend on the sequence length, and one reduce-scatter of their gradients.
+    Forward, one all-gather of every rank's [M | N]; the maps S -> M S + N of the earlier ranks are folded from zero. Backward,
+    one all-gather of the states' gradients, folded from the last rank with M transposed. Neither depends on the length.
     """
-    return _Fold.apply(fragment, world.groups.cp)
+
+    def __init__(self, world: World):
+        self.group = world.groups.cp
+        self.transitions: Tensor | None = None
+
+    def incoming(self, fragment: Tensor) -> Tensor:
+        """[..., K, K + V] -> [..., K, V]."""
+        keys = fragment.shape[-2]
+        every = _gather(fragment, self.group)
+        state = torch.zeros_like(fragment[..., keys:], memory_format=torch.contiguous_format)
+        for earlier in every[: self.group.rank()]:
+            state = earlier[..., :keys] @ state + earlier[..., keys:]
+        self.transitions = every[self.group.rank() + 1 :, ..., :keys].clone()  # of the later ranks
+        return state
+
+    def gradient(self, d_incoming: Tensor) -> Tensor:
+        """[..., K, V] -> [..., K, V]."""
+        assert self.transitions is not None
+        later = _gather(d_incoming, self.group)[self.group.rank() + 1 :]
+        d_state = torch.zeros_like(d_incoming, memory_format=torch.contiguous_format)
+        for wanted, transition in zip(reversed(later), reversed(self.transitions)):
+            d_state = wanted + transition.mT @ d_state
+        return d_state
+
+
+def _gather(x: Tensor, group: Any) -> Tensor:
+    """[...] -> [ranks, ...]."""
+    x = x.contiguous()
+    out = x.new_empty(group.size(), *x.shape)
+    dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=group)
+    return out
 
 
 class _Shift(torch.autograd.Function):
@@ -66,35 +96,3 @@ def _shift(x: Tensor, group: Any, step: int) -> Tensor:
     for work in dist.batch_isend_irecv(calls):
         work.wait()
     return out
-
-
-class _Fold(torch.autograd.Function):
-    # One function, so that its backward collective runs on every rank, also on the first, whose state depends on nothing.
-    @staticmethod
-    def forward(ctx: Any, fragment: Tensor, group: Any) -> Tensor:
-        fragment = fragment.contiguous()
-        all_fragments = fragment.new_empty(group.size(), *fragment.shape)
-        dist.all_gather_into_tensor(all_fragments.view(-1), fragment.view(-1), group=group)
-        keys = fragment.shape[-2]
-        state = torch.zeros_like(fragment[..., keys:], memory_format=torch.contiguous_format)
-        before = []
-        for earlier in all_fragments[: group.rank()]:
-            before.append(state)
-            state = earlier[..., :keys] @ state + earlier[..., keys:]
-        ctx.group = group
-        ctx.save_for_backward(all_fragments[: group.rank(), ..., :keys].clone(), *before)
-        return state
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        (d_state,) = grad_outputs
-        transitions, *before = ctx.saved_tensors
-        group, keys = ctx.group, d_state.shape[-2]
-        d_all = d_state.new_zeros(group.size(), *d_state.shape[:-1], keys + d_state.shape[-1])
-        for rank in reversed(range(group.rank())):
-            d_all[rank, ..., keys:] = d_state
-            d_all[rank, ..., :keys] = d_state @ before[rank].mT
-            d_state = transitions[rank].mT @ d_state
-        out = torch.empty_like(d_all[0])
-        dist.reduce_scatter_tensor(out.view(-1), d_all.view(-1), group=group)
-        return out, None

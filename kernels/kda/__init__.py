@@ -6,11 +6,13 @@ path.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from kernels.dispatch import Backend, choose
 from kernels.kda import chunked, fla, gate, reference
+from kernels.kda.linked import Link, compose
 
 _FLA = Backend("fla", fla.kda, fla.refuses)
 _CHUNKED = Backend("chunked", chunked.kda)
@@ -32,6 +34,7 @@ def kda(
     lower_bound: float = -5.0,
     initial_state: Tensor | None = None,
     document_starts: Tensor | None = None,
+    link: Link | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs KDA over a batch (report equation 1 and section 2.1.1). Per head, with a state S [K, V]:
@@ -51,6 +54,8 @@ def kda(
         initial_state: [B, H, K, V], the state before each row's first token, or None for zeros.
         document_starts: bool [B, T], true at each document's first token, where the state starts from zero. True at position 0
             drops `initial_state`, false there continues from it. None: one document a row, continuing `initial_state` if given.
+        link: the batch is one stretch of longer rows, and the state comes from the stretches before it, instead of
+            `initial_state`; see kernels/kda/linked.py. A stretch that begins a row is given zeros.
         backend: "fla", "chunked" or "recurrent" to force a path; None takes the fastest that fits.
 
     Returns:
@@ -65,39 +70,15 @@ def kda(
     _check(q, k, v, z, beta_logit, A_log, dt_bias, initial_state, gate, lower_bound)
     order = [_FLA, _RECURRENT, _CHUNKED] if q.shape[1] <= FEW_TOKENS else [_FLA, _CHUNKED, _RECURRENT]
     path = choose("kda", order, q, k, v, only=backend)
-    return path.run(
-        q, k, v, z, beta_logit, A_log, dt_bias,
-        gate=gate, lower_bound=lower_bound, initial_state=initial_state, document_starts=document_starts,
-    )  # fmt: skip
-
-
-def state_map(
-    k: Tensor,
-    v: Tensor,
-    z: Tensor,
-    beta_logit: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    *,
-    gate: str = "bounded",
-    lower_bound: float = -5.0,
-    document_starts: Tensor,
-    backend: str | None = None,
-) -> Tensor:
-    """What a stretch of tokens does to the state before it: S -> M S + N (spec 2.7), as [M | N] of shape [B, H, K, K + V].
-
-    Arguments as of `kda`; document_starts is given, and M is zero in rows where a document begins. The pair is the final state of
-    one run from [1 | 0] whose values are [0 | v]: a state's columns never mix. The dtype is that of the state; all tensor
-    arguments get gradients.
-    """
-    batch, length, heads, width = k.shape
-    values = torch.cat([v.new_zeros(batch, length, heads, width), v], -1)
-    math = torch.float64 if k.dtype == torch.float64 else torch.float32
-    one = torch.eye(width, width + v.shape[-1], dtype=math, device=k.device).expand(batch, heads, -1, -1)
-    return kda(
-        k, k, values, z, beta_logit, A_log, dt_bias,
-        gate=gate, lower_bound=lower_bound, initial_state=one, document_starts=document_starts, backend=backend,
-    )[1]  # fmt: skip
+    inputs = (q, k, v, z, beta_logit, A_log, dt_bias)
+    options: dict[str, Any] = {"gate": gate, "lower_bound": lower_bound, "document_starts": document_starts}
+    if link is None:
+        return path.run(*inputs, initial_state=initial_state, **options)
+    if initial_state is not None:
+        raise ValueError("kda: initial_state and link are both given; a linked stretch gets its state from the link")
+    if path is _CHUNKED:
+        return path.run(*inputs, link=link, **options)
+    return compose(path.run, link, *inputs, **options)
 
 
 def _check(
@@ -123,4 +104,4 @@ def _check(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; beside q of shape {tuple(q.shape)} give it {shape}")
 
 
-__all__ = ["kda", "state_map"]
+__all__ = ["Link", "kda"]

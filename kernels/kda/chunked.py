@@ -23,6 +23,7 @@ from kernels.kda import tiles
 from kernels.kda.gate import log_decay, log_decay_backward
 from kernels.kda.inverse import unit_lower_inverse
 from kernels.kda.layout import Layout, Segments, segments
+from kernels.kda.linked import Link
 from kernels.kda.reference import NORM_EPS
 
 CHUNK = 64
@@ -41,11 +42,14 @@ def kda(
     lower_bound: float = -5.0,
     initial_state: Tensor | None = None,
     document_starts: Tensor | None = None,
+    link: Link | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.kda.kda`."""
     layout = Layout.of(q, v, CHUNK)
-    cuts, fresh_B = segments(document_starts, layout, continues=initial_state is not None, device=q.device)
-    return _Chunked.apply(q, k, v, z, beta_logit, A_log, dt_bias, initial_state, _Plan(layout, cuts, fresh_B, gate, lower_bound))
+    continues = initial_state is not None or link is not None
+    cuts, fresh_B = segments(document_starts, layout, continues=continues, device=q.device)
+    plan = _Plan(layout, cuts, fresh_B, gate, lower_bound, link)
+    return _Chunked.apply(q, k, v, z, beta_logit, A_log, dt_bias, initial_state, plan)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class _Plan:
     fresh_B: Tensor  # rows that ignore the initial state
     gate: str
     lower_bound: float
+    link: Link | None
 
 
 class _Inputs:
@@ -94,6 +99,34 @@ class _Inputs:
         return _Group(made, layout.pack(self.v[where]), z, g, beta)
 
 
+class _Linear:
+    """How everything depends on an incoming state S that is not known yet: the state after chunk c is states[c + 1] +
+    maps[c + 1] S, the output of a token is what it is from a zero state + reads S.
+    """
+
+    def __init__(self, plan: _Plan, q: Tensor, states: Tensor):
+        self.layout = plan.layout
+        width = q.shape[-1]
+        self.maps = states.new_zeros(plan.layout.chunks + 1, plan.layout.n, width, width)
+        one = torch.eye(width, dtype=states.dtype, device=states.device)
+        self.maps[0].view(plan.layout.batch, -1, width, width).copy_(one * ~plan.fresh_B[:, None, None, None])
+        self.reads, self._view = plan.layout.like(q, plan.layout.math)  # [B, T, H, K]
+
+    def follow(self, where: slice, t: tiles.Tiles, w: Tensor) -> None:
+        """Takes the chunks `where`; w [P, C, K]."""
+        w_g, ends_g, decay_g = (x.unflatten(0, (-1, self.layout.n)) for x in (w, t.ends, t.decay))
+        for i, c in enumerate(range(where.start, where.stop)):
+            torch.mul(self.maps[c], decay_g[i, :, :, None], out=self.maps[c + 1])
+            self.maps[c + 1].baddbmm_(ends_g[i].transpose(1, 2), torch.bmm(w_g[i], self.maps[c]), alpha=-1)
+        rows = torch.baddbmm(t.rows_q, t.a_q, w, alpha=-1)
+        self._view[where].copy_(torch.bmm(rows, self.maps[where].flatten(0, 1)).view(self._view[where].shape))
+
+    def add(self, incoming: Tensor, out: Tensor, states: Tensor) -> None:
+        """Adds to `out` [B, T, H, V] and `states` what the incoming state [B, H, K, V] makes of them, in place."""
+        out += torch.einsum("bthk,bhkv->bthv", self.reads, incoming)
+        states += self.maps @ incoming.reshape(states.shape[1:])
+
+
 @dataclass
 class _Group:
     tiles: tiles.Tiles
@@ -119,7 +152,8 @@ class _Chunked(torch.autograd.Function):
             states[0].zero_()
         else:
             torch.mul(initial_state, ~plan.fresh_B[:, None, None, None], out=states[0].view(initial_state.shape))
-        out, out_view = layout.like(v, q.dtype)
+        linear = None if plan.link is None else _Linear(plan, q, states)
+        out, out_view = layout.like(v, q.dtype if linear is None else layout.math)
         for where in layout.groups():
             group = inputs.group(where)
             t = group.tiles
@@ -133,15 +167,25 @@ class _Chunked(torch.autograd.Function):
                 states[c + 1].baddbmm_(ends_g[i].transpose(1, 2), values_g[i])
             o = torch.bmm(t.rows_q, states[where].flatten(0, 1)).baddbmm_(t.a_q, values)
             out_view[where].copy_(o.view(out_view[where].shape))
+            if linear is not None:
+                linear.follow(where, t, w)
+        reads = None
+        if linear is not None:
+            assert plan.link is not None
+            fragment = torch.cat([linear.maps[-1], states[-1]], -1)
+            incoming = plan.link.incoming(fragment.view(layout.batch, layout.heads, *fragment.shape[1:]))
+            reads = linear.reads
+            linear.add(incoming, out, states)
+            out = out.to(q.dtype)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, z, beta_logit, A_log, dt_bias, initial_state, states[:-1], inverses)
+        ctx.save_for_backward(q, k, v, z, beta_logit, A_log, dt_bias, initial_state, states[:-1], inverses, reads)
         ctx.plan = plan
         return out, states[-1].view(layout.batch, layout.heads, *states.shape[-2:]).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None):
-        q, k, v, z, beta_logit, A_log, dt_bias, initial_state, states, inverses = ctx.saved_tensors
+        q, k, v, z, beta_logit, A_log, dt_bias, initial_state, states, inverses, reads = ctx.saved_tensors
         plan: _Plan = ctx.plan
         layout = plan.layout
         inputs = _Inputs(plan, q, k, v, z, beta_logit, A_log, dt_bias)
@@ -150,6 +194,11 @@ class _Chunked(torch.autograd.Function):
         d_beta, d_beta_view = layout.like(beta_logit[..., None])
         d_rate, d_bias = inputs.rate.new_zeros(layout.heads), torch.zeros_like(inputs.bias[:, 0])
         d_state = states.new_zeros(states.shape[1:]) if d_final is None else d_final.to(layout.math).reshape(states.shape[1:])
+        if reads is not None and plan.link is not None:
+            # what the outputs here want of the incoming state goes to earlier stretches; what later ones want of ours comes back
+            wanted = 0 if d_out is None else torch.einsum("bthk,bthv->bhkv", reads, d_out.to(layout.math))
+            wanted = wanted + states.new_zeros(layout.batch, layout.heads, *states.shape[-2:])
+            d_state = d_state + plan.link.gradient(wanted).reshape(d_state.shape)
         d_states = states.new_empty(min(layout.group, layout.chunks), *states.shape[1:])  # of a group: after each of its chunks
 
         for where in reversed(layout.groups()):
