@@ -31,16 +31,21 @@ def _tensor(c: K3Config, tp: int) -> Iterator[str]:
         ("model.moe.shared_experts * model.moe.expert_size", c.moe.shared_experts * c.moe.expert_size, c.moe.experts > 0),
         ("model.vocab_size", c.vocab_size, True),
     ]
-    for name, size, there in parts:
-        if there and size % tp:
-            yield f"parallel.tp={tp}: must divide {name} = {size}; the largest tp that fits is {gcd(size, tp)}"
+    sizes = {name: size for name, size, there in parts if there}
+    if cut := [f"{name} = {size}" for name, size in sizes.items() if size % tp]:
+        yield f"parallel.tp={tp}: must divide {', '.join(cut)}; {_below(tp, gcd(*sizes.values()))} divides all"
 
 
 def _expert(c: K3Config, ep: int) -> Iterator[str]:
     if ep > 1 and not c.moe.experts:
         yield f"parallel.ep={ep}: model.moe.experts=0 has no experts to spread; leave it out"
     elif c.moe.experts % ep:
-        yield f"parallel.ep={ep}: must divide model.moe.experts = {c.moe.experts}; {gcd(c.moe.experts, ep)} does"
+        yield f"parallel.ep={ep}: must divide model.moe.experts = {c.moe.experts}; {_below(ep, c.moe.experts)} does"
+
+
+def _below(size: int, total: int) -> int:
+    """The largest divisor of `total` that is at most `size`."""
+    return max(d for d in range(1, size + 1) if total % d == 0)
 
 
 def _sequence(c: K3Config, parallel: ParallelConfig, length: int) -> Iterator[str]:

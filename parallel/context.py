@@ -93,6 +93,6 @@ def _shift(x: Tensor, group: Any, step: int) -> Tensor:
         calls.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank + step))
     if 0 <= rank - step < size:
         calls.append(dist.P2POp(dist.irecv, out, group=group, group_peer=rank - step))
-    for work in dist.batch_isend_irecv(calls):
+    for work in dist.batch_isend_irecv(calls) if calls else ():
         work.wait()
     return out

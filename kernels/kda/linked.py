@@ -1,6 +1,6 @@
 """KDA over one stretch of a sequence whose other stretches are elsewhere, as on other ranks (KCP: report 5.1.2).
 
-A stretch acts on the state before it as S -> M S + N. `Link` exchanges these pairs and, in the backward pass, the gradients of the
+A stretch acts on the state before it as S -> M S + N. `Link` exchanges these pairs and, in the backward pass, gradients of
 states. `compose` is the obvious form, made of runs of any KDA operator; `chunked` has a cheaper one.
 """
 

@@ -1,0 +1,86 @@
+"""What single tests run on ranks, beside whole proofs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import k3
+import parallel
+from k3.construct import unwrap
+from kernels.kda import kda
+from parallel.config import ParallelConfig
+from parallel.context import StateLink, from_previous, gather_past, stretch
+from recipes.assemble import assemble
+from recipes.config import Config
+from recipes.proof.batches import Batches
+from recipes.proof.randomise import randomise
+from recipes.trainer import Trainer
+
+
+def logits(sizes: dict[str, Any], length: int) -> tuple[Tensor, list[int]]:
+    """(logits [2, length, V] of a randomised tiny model, what it generates greedily) in one layout."""
+    world = parallel.start(ParallelConfig(**sizes), "cpu")
+    model = k3.build(k3.preset("tiny"), world, dtype=torch.float64)
+    randomise(model, 0)
+    model.eval()
+    tokens = torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(0))
+    starts = torch.zeros(2, length, dtype=torch.bool)
+    starts[:, 0] = starts[0, length // 2] = starts[1, length - 2] = True
+    with torch.no_grad():
+        out = model(tokens, starts)
+    text = k3.generate(model, tokens[:1, :7], 5, temperature=0.0)
+    return out, text.flatten().tolist()
+
+
+def reductions_begun(cfg: Config) -> list[tuple[int, int]]:
+    """By step: (bucket groups whose reduction was under way when the backward pass had ended, all bucket groups)."""
+    world = parallel.start(cfg.parallel, "cpu")
+    parts = assemble(cfg.model, cfg.optim, world, dtype=torch.float64, seed=0, steps=cfg.prove.steps)
+    seen = []
+    finish = parts.model.finish
+
+    def look_first() -> None:
+        ddp = parts.model.ddp
+        groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+        seen.append((sum(g.grad_reduce_handle is not None for g in groups), len(groups)))
+        finish()
+
+    parts.model.finish = look_first  # type: ignore[method-assign]
+    stream = Batches(cfg.prove, cfg.model.vocab_size, parts.objective.horizon, rank=world.data_rank, of=world.data_size)
+    Trainer(parts.model, parts.optimizer, stream, parts.objective).run(cfg.prove.steps)
+    unused = [n for n, p in unwrap(parts.model.module).named_parameters() if not p.main_grad.any()]
+    assert {"layers.0.attention_residual.query", "layers.0.attention_residual.norm"} <= set(unused)
+    return seen
+
+
+def context_operations(cp: int, length: int) -> dict[str, Tensor]:
+    """Results and gradients of the context operations on this rank's stretch of seeded whole tensors."""
+    world = parallel.start(ParallelConfig(cp=cp), "cpu")
+    draw = torch.Generator().manual_seed(0)
+
+    def own(*shape: int, dim: int) -> Tensor:
+        whole = torch.randn(*shape, generator=draw, dtype=torch.float64)
+        return stretch(whole, world, dim).clone().requires_grad_()
+
+    out: dict[str, Tensor] = {}
+    x = own(length, 3, dim=0)
+    past = gather_past(x, world)
+    weights = torch.arange(past.numel(), dtype=torch.float64).view_as(past) * (1 + world.groups.cp.rank())
+    (past * weights).sum().backward()
+    out |= {"past": past.detach(), "d_past": x.grad}
+    y = own(length, 3, dim=0)
+    before = from_previous(y[-2:], world)
+    (before * (1 + world.groups.cp.rank())).sum().backward()
+    out |= {"before": before.detach(), "d_before": y.grad}
+    q, k, v, z = (own(2, length, 2, 8, dim=1) for _ in range(4))
+    beta = own(2, length, 2, dim=1)
+    A_log, dt_bias = torch.zeros(2, dtype=torch.float64), torch.zeros(2, 8, dtype=torch.float64)
+    starts = torch.zeros(2, length, dtype=torch.bool)
+    starts[:, 0] = starts[1, length // 2] = True
+    state = kda(q, k, v, z, beta, A_log, dt_bias, document_starts=stretch(starts, world), link=StateLink(world))[0]
+    state.square().sum().backward()
+    grads = {f"d_{n}": t.grad for n, t in {"q": q, "k": k, "v": v, "z": z, "beta": beta}.items()}
+    return out | {"kda": state.detach()} | {n: g for n, g in grads.items() if g is not None}

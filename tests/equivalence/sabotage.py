@@ -1,0 +1,155 @@
+"""Breaks one thing on a rank and then traces it: what a proof must notice. Each name says what is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import k3.kda
+import k3.mla
+from k3.balance import Balancer
+from k3.feed_forward import LatentMoE
+from k3.stage import Stage
+from parallel.schedule import ParallelModel
+from parallel.shards import Shards
+from recipes.config import Config
+from recipes.proof.rank import on_rank
+from recipes.proof.trace import Trace
+
+
+def broken(how: str, cfg: Config) -> Trace | None:
+    """As `recipes.proof.rank.on_rank`, on a rank where `how` (a function of this file) has been done."""
+    globals()[how]()
+    return on_rank(cfg)
+
+
+def _around(owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """Replaces owner.name by `change(original, *args)`."""
+    original = getattr(owner, name)
+    setattr(owner, name, wraps(original)(lambda *args, **kwargs: change(original, *args, **kwargs)))
+
+
+def nothing() -> None:
+    """The control: a rank started this way passes."""
+
+
+def norm_left_unreduced() -> None:
+    """One replicated norm keeps each tensor rank's part of its gradient."""
+
+    def without_one(finish: Any, model: ParallelModel) -> None:
+        left_out = model.shards["layers.3.input_layernorm.weight"].parameter
+        model.replicated = [s for s in model.replicated if s.parameter is not left_out]
+        finish(model)
+
+    _around(ParallelModel, "finish", without_one)
+
+
+class _SharedKeyUnsummed(torch.autograd.Function):
+    """As `enter` without sequence parallelism, but the last `width` columns keep this rank's heads' gradient alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int, group: Any) -> Tensor:
+        ctx.width, ctx.group = width, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        own = grad_outputs[0][..., -ctx.width :].clone()
+        summed = grad_outputs[0].clone()
+        dist.all_reduce(summed, group=ctx.group)
+        summed[..., -ctx.width :] = own
+        return summed, None, None
+
+
+def key_value_down_column_parallel() -> None:
+    """The shared key's gradient comes from this tensor rank's heads alone, as with a column-parallel kv_down."""
+
+    def change(enter: Any, x: Tensor, world: Any) -> Tensor:
+        if x.shape[-1] == 24:  # tiny: 16 latent and 8 shared
+            return _SharedKeyUnsummed.apply(x, 8, world.groups.tp)
+        return enter(x, world)
+
+    _around(k3.mla, "enter", change)
+
+
+def _without_last_start(document_starts: Tensor) -> Tensor:
+    """The map without the last document start of each row."""
+    starts = document_starts.clone()
+    for row in starts:
+        if len(where := row.nonzero()):
+            row[where[-1]] = False
+    return starts
+
+
+def convolution_leaks() -> None:
+    """The inputs handed to the next context rank are not masked by the documents that begin among them."""
+    _around(k3.kda, "last_inputs", lambda last, x, past, starts, state: last(x, past, None, state))
+
+
+def kda_leaks() -> None:
+    def change(kda: Any, *args: Any, document_starts: Tensor, **options: Any) -> Any:
+        return kda(*args, document_starts=_without_last_start(document_starts), **options)
+
+    _around(k3.kda, "kda", change)
+
+
+def mla_leaks() -> None:
+    def change(attention: Any, *args: Any, document_starts: Tensor, **options: Any) -> Any:
+        return attention(*args, document_starts=_without_last_start(document_starts), **options)
+
+    _around(k3.mla, "attention", change)
+
+
+def recomputed() -> None:
+    """Every feed-forward part is computed again in the backward pass: must change nothing."""
+
+    def change(forward: Any, layer: LatentMoE, x: Tensor, context: Any) -> Tensor:
+        return checkpoint(forward, layer, x, context, use_reentrant=False)
+
+    _around(LatentMoE, "forward", change)
+
+
+def counted_twice_by_recomputation() -> None:
+    """As `recomputed`, with counts taken in the forward pass."""
+    recomputed()
+
+    def change(observe: Any, balancer: Balancer, scores: Tensor, *rest: Any) -> Tensor:
+        balancer.count(scores.detach(), *rest)
+        return scores
+
+    _around(Balancer, "observe", change)
+
+
+def padding_counted() -> None:
+    _around(Stage, "_context", lambda make, *args: replace(make(*args), counted=None))
+
+
+def divided_by_data_ranks() -> None:
+    """Gradients are averaged over the ranks that replicate them, as megatron-core does where it is not told otherwise."""
+
+    def change(init: Any, model: ParallelModel, *args: Any) -> None:
+        init(model, *args)
+        for group in (*model.ddp.bucket_groups, *model.ddp.expert_parallel_bucket_groups):
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1 / model.world.groups.dp_cp.size()
+
+    _around(ParallelModel, "__init__", change)
+
+
+def replica_moves() -> None:
+    """One rank's copy of a norm is one rounding off after a step."""
+
+    def change(sync: Any, shards: Shards) -> None:
+        sync(shards)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            weight = shards["norm.weight"].parameter.data
+            weight[0] = torch.nextafter(weight[0], weight[0] + 1)
+
+    _around(Shards, "sync", change)

@@ -1,0 +1,115 @@
+"""Every layout computes what a single process computes: losses, gradients, weights, routes and loads, in float64.
+
+The model is the whole one at toy width: KDA, MLA, latent MoE, residuals, MTP, balancing, Muon, weight clip.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.local import Helper
+from tests.equivalence.proofs import config, prove, prove_bfloat16
+
+LAYOUTS = {
+    "TP2": "parallel.tp=2 parallel.sp=false",
+    "TP2 SP": "parallel.tp=2",
+    "TP4 SP": "parallel.tp=4",
+    "EP2": "parallel.ep=2",
+    "EP4": "parallel.ep=4",
+    "TP2 EP2": "parallel.tp=2 parallel.ep=2",
+    "TP2 EP2 without SP": "parallel.tp=2 parallel.ep=2 parallel.sp=false",
+    "CP2": "parallel.cp=2 prove.documents=none",
+    "CP4": "parallel.cp=4",
+    "CP2, documents across the edge": "parallel.cp=2 prove.documents=crossing",
+    "CP2, many documents in one shard": "parallel.cp=2 prove.documents=many",
+    "DP2": "parallel.dp=2 prove.accumulation=2",
+    "DP2 without ZeRO": "parallel.dp=2 parallel.zero=false prove.accumulation=2",
+    "DP2 without overlap": "parallel.dp=2 parallel.overlap=false prove.accumulation=2",
+    "DP2 in many buckets": "parallel.dp=2 parallel.bucket=20000 prove.accumulation=2",
+    "DP2 EP2": "parallel.dp=2 parallel.ep=2 prove.accumulation=2",
+    "TP2 CP2": "parallel.tp=2 parallel.cp=2",
+    "TP2 CP2 DP2 EP4": "parallel.tp=2 parallel.cp=2 parallel.dp=2 parallel.ep=4 prove.accumulation=2",
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_the_single_process(name: str, helper: Helper) -> None:
+    report = prove(LAYOUTS[name], helper)
+    assert report.passed, list(report.failures())
+    assert len(report.gradients) > 150 and all(d.tolerance == 1e-10 for d in report.gradients)
+
+
+MIXED = "parallel.tp=2 parallel.cp=2 parallel.ep=2"
+SWITCHES = [
+    "model.residual=sum",
+    "model.attention=mla",
+    "model.activation=swiglu",
+    "model.latent=false",
+    "model.latent_norm=false",
+    "model.mtp_layers=0",
+    "model.mtp_layers=2",
+    "model.kda.gate=softplus model.kda.output_gate=low_rank",
+    "model.kda.output_gate=none",
+    "model.mla.output_gate=false model.mla.q_lora_rank=null",
+    "model.moe.balance=bias",
+    "model.moe.balance=aux",
+    "model.moe.balance=none",
+    "model.moe.ema=0.5",
+    "model.moe.shared_experts=0",
+    "model.moe.renormalise=false",
+    "optim.muon.per_head=false",
+    "optim=adamw",
+    "optim.clip.enabled=false",
+    "optim.router.optimizer=muon",
+]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_every_switch_under_a_mixed_layout(switch: str, helper: Helper) -> None:
+    report = prove(f"{MIXED} {switch}", helper)
+    assert report.passed, list(report.failures())
+
+
+def test_a_dense_model_under_a_mixed_layout(helper: Helper) -> None:
+    report = prove("parallel.tp=2 parallel.cp=2 model.moe.experts=0", helper)
+    assert report.passed, list(report.failures())
+
+
+def test_the_weight_clip_works_on_cut_weights(helper: Helper) -> None:
+    """A small tau, so that heads are clipped: on every tensor rank its own, from the maximum over data and context ranks."""
+    words = "optim.clip.tau=0.02 parallel.tp=2 parallel.dp=2 parallel.bucket=20000"
+    report = prove(words, helper)
+    assert report.passed, list(report.failures())
+    free = {d.name: d for d in prove(words.replace("optim.clip.tau=0.02", "optim.clip.tau=100"), helper).weights}
+    assert free["layers.3.attention.q_b_proj.weight"].agrees
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=2 parallel.dp=2", "parallel.cp=2 parallel.dp=2 parallel.ep=2"])
+def test_twenty_adamw_steps_leave_every_replica_bitwise_equal(layout: str, helper: Helper) -> None:
+    report = prove(f"{layout} optim=adamw prove.steps=20 prove.length=32 prove.dtype=float32 prove.documents=few", helper)
+    assert report.drift == {}
+    assert not report.skipped and len(report.grad_norms) == 20
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.dp=2"])
+def test_bfloat16_stays_within_what_bfloat16_loses(layout: str, helper: Helper) -> None:
+    report = prove_bfloat16(f"{layout} prove.steps=20 prove.length=32 prove.documents=few", helper)
+    assert report.passed, list(report.failures())
+    assert len(report.losses) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_in_float32(name: str, helper: Helper) -> None:
+    report = prove(f"{LAYOUTS[name]} prove.dtype=float32", helper)
+    assert report.passed, list(report.failures())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_many_steps_of_everything_together(optimizer: str, helper: Helper) -> None:
+    """Five steps of the three axes on eight processes, accumulating, at twice the length."""
+    words = f"{LAYOUTS['TP2 CP2 DP2 EP4']} optim={optimizer} prove.steps=5 prove.length=128 prove.accumulation=3"
+    assert config(words).parallel.ep == 4
+    report = prove(words, helper)
+    assert report.passed, list(report.failures())
