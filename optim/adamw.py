@@ -14,14 +14,14 @@ BATCH_ELEMENTS = 1 << 26  # of parameters updated in one go; one temporary of th
 
 
 class AdamW:
-    """Moments of the given parameters and their update.
+    """Moments of the given parameters and their update, elementwise on whatever part of them `masters` holds.
 
     A parameter's bias correction counts its own updates, so that one whose gradients begin late starts like a fresh one.
     """
 
     def __init__(self, cfg: AdamWConfig, rows: Iterable[Row], masters: Mapping[str, Tensor]):
         self.cfg = cfg
-        self.rows = {row.name: row for row in rows}
+        self.rows = {row.name: row for row in rows if row.name in masters}
         self.exp_avg = {name: torch.zeros_like(masters[name]) for name in self.rows}
         self.exp_avg_sq = {name: torch.zeros_like(masters[name]) for name in self.rows}
         self.updates = {name: torch.zeros((), dtype=torch.int64) for name in self.rows}  # on the CPU: read at every step

@@ -10,16 +10,19 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, a scalar: float64 if any of them is, else accumulated in float32."""
+def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The square of the 2-norm of all gradients together, a float64 scalar: parts of a model can be added up.
+
+    Each tensor's own norm is float64 if any tensor is, else accumulated in float32.
+    """
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float64)
     wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
     by_dtype: dict[torch.dtype, list[Tensor]] = {}  # a list of mixed dtypes would take the slow path
     for g in gradients:
         by_dtype.setdefault(g.dtype, []).append(g)
     norms = [n for same in by_dtype.values() for n in torch._foreach_norm(same, 2, dtype=wide)]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return torch.stack(norms).double().square().sum()
 
 
 def clip_coefficient(norm: float, limit: float) -> float:

@@ -1,12 +1,15 @@
 """The optimizer of a run: one step from gradients to weights, in a fixed order.
 
-gradient norm -> (not finite: skip) -> clip -> Muon and AdamW on the masters -> working weights -> weight clip -> balancers
+gradient norm -> (not finite: skip) -> clip -> Muon and AdamW on the masters -> weight clip -> working weights -> balancers
+
+Masters, momenta and moments exist for this rank's part of each parameter alone (`parallel/shards.py`); what is decided over the
+whole model (the gradient norm, whether the step is skipped, which heads are clipped) comes out the same on every rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +19,7 @@ from torch import Tensor
 from optim import schedule, state
 from optim.adamw import AdamW
 from optim.config import OptimConfig
-from optim.grad_norm import clip_coefficient, global_norm
+from optim.grad_norm import clip_coefficient, squared_norm
 from optim.muon import Muon
 from optim.table import Table, assign
 from optim.weight_clip import check_targets, clip_weights
@@ -42,11 +45,12 @@ class StepReport:
 
     step: int  # steps taken with this one, skipped ones included
     lr: float
-    grad_norm: float  # before clipping
+    grad_norm: float  # of the whole model, before clipping
     clip_coefficient: float
-    skipped: bool  # the gradient norm was not finite: weights, moments and biases are as before
-    update_rms: dict[str, Tensor] = field(default_factory=dict)  # per Muon parameter, [blocks]; see Muon.step
-    clipped_heads: int = 0
+    skipped: bool  # loss or gradient norm was not finite: weights, moments and biases are as before
+    # per Muon parameter, [blocks]: of those that this rank updated, all in a single process; see Muon.step
+    update_rms: dict[str, Tensor] = field(default_factory=dict)
+    clipped_heads: int = 0  # of the whole model, as the next
     max_logit: float | None = None  # largest attention logit since the last step; None where none was seen
 
 
@@ -61,12 +65,13 @@ def build(
 ) -> Optimizer:
     """The optimizer of every trained parameter of `cards`, for a run of `steps` steps.
 
-    Raises CardError for a parameter that no optimizer takes, ValueError for a dial outside its range or a clip target
-    that does not fit its parameters.
+    `shards`: which part of each parameter this rank updates; None: all of all. Raises CardError for a parameter that no optimizer
+    takes or whose logical matrices its layout cuts badly, ValueError for a dial outside its range or a clip target that does not
+    fit its parameters.
     """
     _validate(cfg)
     schedule.validate(cfg.schedule, steps)
-    return Optimizer(cfg, cards, shards or Shards.whole(cards), steps, clip_targets, balancing)
+    return Optimizer(cfg, cards, Shards.whole(cards) if shards is None else shards, steps, clip_targets, balancing)
 
 
 class Optimizer:
@@ -92,12 +97,13 @@ class Optimizer:
         for name, p in self.parameters.items():
             if p.dtype not in (torch.bfloat16, torch.float32, torch.float64):
                 raise ValueError(f"{name} is {p.dtype}; the optimizer trains bfloat16, float32 and float64 parameters")
+        self._parts = {n: shard for n, shard in shards.items() if shard.start < shard.stop}
         # float32 copies where the working weight is bf16; everything else is its own master
-        self.masters = {n: p.detach().float() for n, p in self.parameters.items() if p.dtype == torch.bfloat16}
+        self.masters = {n: s.weight.detach().float() for n, s in self._parts.items() if s.parameter.dtype == torch.bfloat16}
         weights = self._weights()
-        self.muon = Muon(cfg.muon, self.table.of(Kind.MUON), weights)
+        self.muon = Muon(cfg.muon, self.table.of(Kind.MUON), weights, shards)
         self.adamw = AdamW(cfg.adamw, self.table.of(Kind.ADAMW), weights)
-        check_targets(self.clip_targets, weights)
+        check_targets(self.clip_targets, self.parameters)
         self._step = torch.zeros((), dtype=torch.int64)
         self._skipped = torch.zeros((), dtype=torch.int64)
 
@@ -112,9 +118,12 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, *, finite: bool = True) -> StepReport:
-        """One update from the gradients that the parameters hold; skipped where `finite` (the loss was) is false."""
-        gradients = {n: g for n, p in self.parameters.items() if (g := _gradient(p)) is not None}
-        norm = float(global_norm(list(gradients.values())))
+        """One update from the gradients that the parameters hold; skipped where `finite` (the loss was) is false on any rank.
+
+        Every rank must call it. Weights are whole again on all of them afterwards.
+        """
+        gradients = {n: g for n, shard in self._parts.items() if (g := shard.gradient) is not None}
+        norm, finite = self._norm(gradients, finite)
         lr = self.cfg.lr * schedule.factor(self.cfg.schedule, self.step_count, self.steps)
         scale = clip_coefficient(norm, self.cfg.grad_clip)
         self._step += 1
@@ -130,13 +139,21 @@ class Optimizer:
         decay = self.cfg.weight_decay
         rms = self.muon.step(weights, gradients, lr=lr, decay=decay, scale=scale)
         self.adamw.step(weights, gradients, lr=lr, decay=decay, scale=scale)
-        self._publish(gradients)
         tau = self.cfg.clip.tau if self.cfg.clip.enabled else None
-        clipped = clip_weights(self.clip_targets, weights, tau)
-        self._publish(clipped.names)
+        clipped = clip_weights(self.clip_targets, weights, self.shards, tau)
+        self._publish(gradients.keys() | clipped.names)
         if self.balancing is not None:
             self.balancing.update()
         return StepReport(self.step_count, lr, norm, scale, False, rms, clipped.heads, clipped.max_logit)
+
+    def _norm(self, gradients: Mapping[str, Tensor], finite: bool) -> tuple[float, bool]:
+        """The norm of the whole model's gradient, and whether `finite` held on every rank."""
+        counted = [g for n, g in gradients.items() if self.shards[n].counted]
+        values = torch.zeros(2, dtype=torch.float64, device=next(iter(self.parameters.values())).device)
+        values[0] = squared_norm(counted)
+        values[1] = float(not finite)
+        square, refusals = self.shards.sum(values).tolist()
+        return math.sqrt(square), refusals == 0
 
     def zero_grad(self) -> None:
         """Drops `grad` and zeroes `main_grad`."""
@@ -150,7 +167,7 @@ class Optimizer:
         return state.collect(self)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over what `state_dict` gave, and sets bf16 weights from their masters.
+        """Takes over what `state_dict` gave, and sets bf16 weights from their masters. Every rank must call it with its own.
 
         Raises StateError, changing nothing, where names are missing or unknown or a shape or dtype differs.
         """
@@ -163,19 +180,15 @@ class Optimizer:
 
     def _weights(self) -> dict[str, Tensor]:
         """What is updated: masters where there are some. Looked up at each step: buffers may have replaced a tensor's data."""
-        return {n: self.masters.get(n, p.data) for n, p in self.parameters.items()}
+        return {n: self.masters[n] if n in self.masters else shard.weight for n, shard in self._parts.items()}
 
     @torch.no_grad()
-    def _publish(self, names: object) -> None:
-        """Masters to working weights."""
-        chosen = [n for n in self.masters if n in names]  # type: ignore[operator]
+    def _publish(self, names: Collection[str]) -> None:
+        """Masters to working weights, which every rank then has whole."""
+        chosen = [n for n in self.masters if n in names]
         if chosen:
-            torch._foreach_copy_([self.parameters[n].data for n in chosen], [self.masters[n] for n in chosen])
-
-
-def _gradient(parameter: torch.nn.Parameter) -> Tensor | None:
-    main: Tensor | None = getattr(parameter, "main_grad", None)
-    return parameter.grad if main is None else main
+            torch._foreach_copy_([self._parts[n].weight for n in chosen], [self.masters[n] for n in chosen])
+        self.shards.sync()
 
 
 def _validate(cfg: OptimConfig) -> None:

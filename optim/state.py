@@ -17,7 +17,10 @@ class StateError(ValueError):
 
 
 def collect(optimizer: Optimizer) -> dict[str, Tensor]:
-    """`step`, `skipped`, and per parameter `.momentum` | `.exp_avg`, `.exp_avg_sq`, `.updates`, and `.master` for bf16."""
+    """`step`, `skipped`, and per parameter `.momentum` | `.exp_avg`, `.exp_avg_sq`, `.updates`, and `.master` for bf16.
+
+    Of this rank's part alone: shaped like the parameter where that is the whole, flat where it is cut, absent where it is empty.
+    """
     kinds = {
         "master": optimizer.masters,
         "momentum": optimizer.muon.momentum,

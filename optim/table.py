@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from optim.config import OptimConfig, OptimizerName, RouterOptimizer
-from parallel.cards import Blocks, Card, CardError, CardTable, Optimizer
+from parallel.cards import Blocks, Card, CardError, CardTable, Optimizer, TensorAxis
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,9 @@ class Row:
     split: bool
     lr_scale: float  # times optim.lr
     decay: bool
+    tensor_cut: (
+        int | None
+    )  # the axis (0 rows, 1 columns) along which tensor parallelism cuts each matrix; None: it leaves them whole
 
     def describe_blocks(self) -> str:
         if self.optimizer is Optimizer.ADAMW:
@@ -96,4 +99,6 @@ def _row(card: Card, cfg: OptimConfig) -> Row:
             f"{card.name} is unassigned: Muon needs the logical matrices that its card lacks; give it blocks or AdamW"
         )
     split = cfg.muon.per_head or not card.blocks.per_head
-    return Row(card.name, card.shape, optimizer, card.blocks, split, scale, card.decay)
+    heads = split and card.blocks.per_head  # go whole to tensor ranks
+    cut = {TensorAxis.ROWS: None if heads else 0, TensorAxis.COLS: 1}.get(card.placement.tensor)
+    return Row(card.name, card.shape, optimizer, card.blocks, split, scale, card.decay, cut)

@@ -108,7 +108,7 @@ class Shards(Mapping[str, Shard]):
         if self.world is None or self.tensor_size == 1:
             return values.unsqueeze(0)
         out = values.new_empty(self.tensor_size, *values.shape)
-        dist.all_gather_into_tensor(out, values.contiguous(), group=self.world.groups.tp)
+        dist.all_gather_into_tensor(out.view(-1), values.reshape(-1), group=self.world.groups.tp)
         return out
 
     def sum(self, values: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from optim.config import MuonConfig, MuonPrecision, OptimConfig
 from optim.muon import Muon
 from optim.table import Table, assign
 from parallel.cards import CardTable, Optimizer, heads
+from parallel.shards import Shards
 from tests.golden.vectors import relative_error
 from tests.optim import cases
 
@@ -19,9 +20,10 @@ LR = 0.01
 
 
 def _muon(cfg: MuonConfig, tensors: dict[str, torch.nn.Parameter], cards: CardTable | None = None) -> tuple[Muon, Table]:
-    assigned = assign(cards or cases.table(tensors), OptimConfig(muon=cfg))
+    cards = cards or cases.table(tensors)
+    assigned = assign(cards, OptimConfig(muon=cfg))
     weights = {n: p.data for n, p in tensors.items()}
-    return Muon(cfg, assigned.of(Optimizer.MUON), weights), assigned
+    return Muon(cfg, assigned.of(Optimizer.MUON), weights, Shards.whole(cards)), assigned
 
 
 def _step(
@@ -197,3 +199,11 @@ def test_bf16_products_are_close_and_gradients_may_be_bf16_or_strided() -> None:
     got = _step(MuonConfig(), [odd], dtype=torch.float32)[1]
     same = _step(MuonConfig(), [{n: g.float() for n, g in odd.items()}], dtype=torch.float32)[1]
     torch.testing.assert_close(got[name], same[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_batch_is_bounded_by_the_whole_matrices_that_tensor_ranks_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "default_chunk", lambda device: 130)
+    row = assign(cases.table(cases.parameters()), OptimConfig())["layers.0.o.weight"]
+    pieces = [module._Owned(row, torch.zeros(1, 4, 8), torch.zeros(1)) for _ in range(5)]
+    assert [len(batch) for batch in module._batches(pieces, 1)] == [4, 1]
+    assert [len(batch) for batch in module._batches(pieces, 2)] == [2, 2, 1]
