@@ -1,6 +1,7 @@
 """The published checkpoint layout (spec 10.1): `load` a folder of safetensors into a model, `save` a model as one.
 
-Reading and writing go tensor by tensor; nothing is ever unpickled. The layout is a single process's here: every tensor whole.
+Reading and writing go tensor by tensor; nothing is ever unpickled. Every tensor must be whole on this rank: models cut over
+tensor or expert ranks are refused.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def load(path: str | os.PathLike[str], dtype: torch.dtype | None = None, world: 
     CheckpointError for missing, extra or misshapen tensors and ConfigError for a config.json this stack cannot represent.
     """
     folder = Path(path)
+    if world is not None:
+        _refuse_cut(world)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json; give the folder of a published checkpoint")
     try:
@@ -69,12 +72,13 @@ def save(
     """Writes `model` to the new folder `path` in the published layout, tensors in their present precision.
 
     mtp=False leaves the MTP layers out. Above `shard_bytes` the tensors are spread over numbered files with an index. The
-    folder appears only when it is whole. Raises CheckpointError where `path` exists already.
+    folder appears only when it is whole. Raises CheckpointError where `path` exists already or the model is cut over ranks.
     """
     folder = Path(path)
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; give a new folder or remove it")
     stage = unwrap(model)
+    _refuse_cut(stage.world)
     building = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -88,6 +92,17 @@ def save(
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
+
+
+def cut(world: World) -> str | None:
+    """Over which ranks a model's tensors are cut there; None where every rank holds them whole."""
+    axes = {"tensor": world.groups.tp, "expert": world.groups.ep, "pipeline": world.groups.pp}
+    return " and ".join(f"{group.size()} {axis} ranks" for axis, group in axes.items() if group.size() > 1) or None
+
+
+def _refuse_cut(world: World) -> None:
+    if (ranks := cut(world)) is not None:
+        raise CheckpointError(f"the model is cut over {ranks}; the published layout needs every tensor whole in one process")
 
 
 Slot = tuple[str, int | None, tuple[int, int] | None]  # published name, expert, rows of our tensor

@@ -2,26 +2,32 @@
 
 `save` takes named state providers (model, optimizer, random state ...) and knows nothing about what they are. Everything is
 written to a temporary folder, flushed to the disk, read back, renamed, and only then does `latest` move. Nothing is ever
-unpickled. One process writes for now; a sharded form keeps this interface.
+unpickled.
+
+Of several processes each writes its own files, into `rank_0003/` of the one folder, which all of them must see; rank 0 does the
+rest. Such a checkpoint is read back by the same layout alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
+
+from parallel.config import ParallelConfig
+from parallel.together import from_first, gather
+from parallel.world import World
 
 FORMAT = 1
 STATE = "state.json"
@@ -40,86 +46,80 @@ class StateProvider(Protocol):
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> Any: ...
 
 
-class ModuleState:
-    """A module's parameters and persistent buffers. Loads in place, so that flat parameter buffers keep their views."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-    def state_dict(self) -> dict[str, Tensor]:
-        # megatron-core's layers add non-tensor `_extra_state` entries, empty outside fp8
-        return {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
-        with torch.no_grad():
-            for name, value in self.state_dict().items():
-                value.copy_(state[name])
-
-
-def seed_generators(seed: int) -> None:
-    """Seeds every generator that `RandomState` holds, so that two fresh runs of one seed draw the same."""
-    torch.manual_seed(seed)  # the GPU's too
-    np.random.seed(seed)
-    random.seed(seed)
-
-
-class RandomState:
-    """The generators of torch (CPU and this process's GPU), numpy and Python, as tensors."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        version, words, gauss = random.getstate()
-        _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        state = {
-            "torch": torch.get_rng_state(),
-            "python": torch.tensor([version, *words], dtype=torch.int64),
-            "python.gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
-            "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "numpy.position": torch.tensor([position, has_gauss], dtype=torch.int64),
-            "numpy.gauss": torch.tensor([cached], dtype=torch.float64),
-        }
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
-        torch.set_rng_state(state["torch"])
-        version, *words = state["python"].tolist()
-        gauss = state["python.gauss"].item()
-        random.setstate((version, tuple(words), None if gauss != gauss else gauss))
-        position, has_gauss = state["numpy.position"].tolist()
-        keys = state["numpy"].numpy().astype(np.uint32)
-        np.random.set_state(("MT19937", keys, position, has_gauss, state["numpy.gauss"].item()))
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
-
-
 def save(
-    folder: Path, step: int, providers: Mapping[str, StateProvider], facts: Mapping[str, Any], *, keep_last: int = 0
+    folder: Path,
+    step: int,
+    providers: Mapping[str, StateProvider],
+    facts: Mapping[str, Any],
+    *,
+    keep_last: int = 0,
+    world: World | None = None,
 ) -> Path:
-    """Writes `folder/step_<step>` and points `folder/latest` at it. Returns its path.
+    """Writes `folder/step_<step>` and points `folder/latest` at it. Returns its path. Every rank of `world` must call it.
 
-    `facts` is what else a resume needs, as JSON (data position, run id, ...). `keep_last` > 0 removes all but that many of
-    the newest checkpoints afterwards. A checkpoint of this very step to which `latest` already points is left as it is.
-    Raises CheckpointError where what was read back differs from what was written.
+    `facts` (rank 0's) is what else a resume needs, as JSON (data position, run id, ...). `keep_last` > 0 removes all but that
+    many of the newest checkpoints afterwards. A checkpoint of this very step to which `latest` already points is left as it is.
+    Raises CheckpointError, on every rank, where what was read back on one differs from what was written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step_{step}"
-    if (folder / LATEST).exists() and latest(folder) == target:
+    work = from_first(world, lambda: _begin(folder, target))
+    if work is None:
         return target
+    files = _everyones(world, lambda: _write_tensors(work, _prefix(world), providers))
+    state = {**facts, **_layout(world), "format": FORMAT, "step": step, "files": files}
+    from_first(world, lambda: _publish(work, target, state, keep_last))
+    return target
+
+
+def _begin(folder: Path, target: Path) -> Path | None:
+    """The folder to write into, or None where the checkpoint is there already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / LATEST).exists() and latest(folder) == target:
+        return None
     for stale in folder.glob(".step_*"):  # of a process that was killed while it wrote
         shutil.rmtree(stale, ignore_errors=True)
-    work = folder / f".step_{step}.{os.getpid()}"
+    work = folder / f".{target.name}.{os.getpid()}"
     work.mkdir()
+    return work
+
+
+def _write_tensors(work: Path, prefix: str, providers: Mapping[str, StateProvider]) -> dict[str, Any]:
+    """Writes this rank's files; what state.json says of each."""
+    mode = work.stat().st_mode & 0o666  # safetensors makes files that only their owner reads
+    (work / prefix).mkdir(exist_ok=True)
     files = {}
     for name, provider in providers.items():
-        path = work / f"{name}.safetensors"
+        path = work / f"{prefix}{name}.safetensors"
         tensors = {key: _own(value) for key, value in provider.state_dict().items()}
         save_file(tensors, path)
-        path.chmod(work.stat().st_mode & 0o666)  # safetensors makes files that only their owner reads
+        path.chmod(mode)
         _flush(path)
         _verify(path, tensors)
-        files[name] = {"sha256": _digest(path), "tensors": len(tensors), "bytes": path.stat().st_size}
-    _write(work / STATE, json.dumps({**facts, "format": FORMAT, "step": step, "files": files}, indent=1) + "\n")
+        files[prefix + name] = {"sha256": _digest(path), "tensors": len(tensors), "bytes": path.stat().st_size}
+    if prefix:
+        _flush(work / prefix)
+    return files
+
+
+def _everyones(world: World | None, write: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The files of all ranks; where one could not write, all raise CheckpointError."""
+    if world is None or world.size == 1:
+        return write()
+    files: dict[str, Any] = {}
+    failure = None
+    try:
+        files = write()
+    except (CheckpointError, OSError, SafetensorError) as error:
+        failure = f"rank {world.rank}: {error}"
+    answers = gather(world, (files, failure))
+    if failures := [failure for _, failure in answers if failure]:
+        raise CheckpointError("\n".join(failures))
+    return {name: entry for files, _ in answers for name, entry in files.items()}
+
+
+def _publish(work: Path, target: Path, state: Mapping[str, Any], keep_last: int) -> None:
+    folder = target.parent
+    _write(work / STATE, json.dumps(state, indent=1) + "\n")
     _flush(work)
     if target.exists():  # finished by a process that died before it moved `latest`
         shutil.rmtree(target)
@@ -133,7 +133,19 @@ def save(
             if old != target:
                 (old / STATE).unlink(missing_ok=True)  # first, so that a half-removed folder is not taken for a checkpoint
                 shutil.rmtree(old)
-    return target
+
+
+def _prefix(world: World | None) -> str:
+    """Of this rank's files: none where a single process writes."""
+    return "" if world is None or world.size == 1 else f"rank_{world.rank:04}/"
+
+
+def _layout(world: World | None) -> dict[str, Any]:
+    """The fact that says which layout wrote a checkpoint: none for a single process, whatever its options."""
+    if world is None or world.size == 1:
+        return {}
+    full = dataclasses.replace(world.config, dp=world.data_size, sp=world.sequence_parallel)
+    return {"layout": dataclasses.asdict(full)}
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -170,26 +182,17 @@ def facts(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(path: Path, providers: Mapping[str, StateProvider]) -> dict[str, Any]:
-    """Loads every provider from a checkpoint and returns its facts.
+def load(path: Path, providers: Mapping[str, StateProvider], world: World | None = None) -> dict[str, Any]:
+    """Loads every provider from a checkpoint and returns its facts. Every rank of `world` must call it.
 
-    Raises CheckpointError, before anything is loaded, where a file is damaged or the names, shapes or dtypes differ from
-    what the providers hold; the message lists what differs.
+    Raises CheckpointError, on every rank and before anything is loaded, where another layout wrote it, a file is damaged or the
+    names, shapes or dtypes differ from what the providers hold; the message lists what differs.
     """
-    state = facts(path)
-    wrong = [f"{name}: stored, but nothing here takes it" for name in state["files"] if name not in providers]
-    wrong += [f"{name}: not stored" for name in providers if name not in state["files"]]
-    loaded = {}
-    for name, provider in providers.items():
-        if name not in state["files"]:
-            continue
-        file = path / f"{name}.safetensors"
-        if not file.is_file() or _digest(file) != state["files"][name]["sha256"]:
-            wrong.append(f"{file.name}: {'damaged (its sha256 differs)' if file.is_file() else 'missing'}")
-            continue
-        loaded[name] = load_file(file)
-        wrong += [f"{name}: {line}" for line in _differences(loaded[name], provider.state_dict())]
-    if wrong:
+    state, loaded, wrong = _read(path, providers, world)
+    answers = gather(world, wrong)
+    if any(answers):
+        if world is not None and world.size > 1:
+            wrong = [f"rank {rank}: {line}" for rank, lines in enumerate(answers) for line in lines]
         more = f"\n  ... and {len(wrong) - 20} more" if len(wrong) > 20 else ""
         others = [p.name for p in checkpoints(path.parent) if p != path]
         hint = (
@@ -199,6 +202,41 @@ def load(path: Path, providers: Mapping[str, StateProvider]) -> dict[str, Any]:
     for name, provider in providers.items():
         provider.load_state_dict(loaded[name])
     return state
+
+
+def _read(
+    path: Path, providers: Mapping[str, StateProvider], world: World | None
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]], list[str]]:
+    """(facts, the tensors of each provider, what is wrong with them)."""
+    state = from_first(world, lambda: facts(path))
+    _check_layout(path, state.get("layout", {}), _layout(world).get("layout", {}))
+    prefix = _prefix(world)
+    stored = {name.removeprefix(prefix): entry for name, entry in state["files"].items() if name.startswith(prefix)}
+    wrong = [f"{name}: stored, but nothing here takes it" for name in stored if name not in providers]
+    wrong += [f"{name}: not stored" for name in providers if name not in stored]
+    loaded = {}
+    for name, provider in providers.items():
+        if name not in stored:
+            continue
+        file = path / f"{prefix}{name}.safetensors"
+        if not file.is_file() or _digest(file) != stored[name]["sha256"]:
+            wrong.append(f"{file.name}: {'damaged (its sha256 differs)' if file.is_file() else 'missing'}")
+            continue
+        loaded[name] = load_file(file)
+        wrong += [f"{name}: {line}" for line in _differences(loaded[name], provider.state_dict())]
+    return state, loaded, wrong
+
+
+def _check_layout(path: Path, stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    if stored == here:
+        return
+    single = dataclasses.asdict(ParallelConfig(dp=1, sp=False))
+    then, now = stored or single, here or single
+    differing = [f"parallel.{key}: {then.get(key)} there, {value} here" for key, value in now.items() if then.get(key) != value]
+    raise CheckpointError(
+        f"{path} was written by another parallel layout ({', '.join(differing)}); a checkpoint cannot be cut anew for another "
+        "layout yet: continue with the one that wrote it"
+    )
 
 
 def _differences(stored: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,22 @@ class Parts:
     objective: Objective
 
 
-def assemble(model: K3Config, dials: OptimConfig, world: World, *, dtype: torch.dtype, seed: int, steps: int) -> Parts:
-    """This rank's share of a run of `steps` steps; parameters are drawn from `seed`."""
+def assemble(
+    model: K3Config,
+    dials: OptimConfig,
+    world: World,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    steps: int,
+    prepare: Callable[[k3.Stage], None] = lambda stage: None,
+) -> Parts:
+    """This rank's share of a run of `steps` steps; parameters are drawn from `seed`.
+
+    `prepare` may change the drawn parameters: the optimizer's masters are taken from what it leaves.
+    """
     stage = k3.build(model, world, dtype=dtype, seed=seed)
+    prepare(stage)
     cards = k3.cards(stage)
     wrapped = parallel.wrap(stage, cards, world)
     optimizer = optim.build(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recipes import processes
 from recipes.errors import UserError, suggestion
 
 USAGE = "usage: k3 VERB [key=value ...]"
@@ -39,13 +41,26 @@ class Verb:
     usage: str = "[key=value ...]"
 
 
-BENCHES = {"kda": "kernels.kda.bench:main", "experts": "recipes.bench_experts:run", "step": "recipes.bench_step:run"}
+BENCHES = {
+    "kda": "kernels.kda.bench:main",
+    "experts": "recipes.bench_experts:run",
+    "step": "recipes.bench_step:run",
+    "traffic": "recipes.bench_traffic:run",
+}
 
 VERBS = {
     "pretrain": Verb("train a model from scratch on text", "recipes.cli:_pretrain", trains=True, sections=None),
+    "prove": Verb(
+        "show that a parallel layout computes what one process computes",
+        "recipes.cli:_prove",
+        sections=("model", "optim", "parallel", "prove"),
+    ),
     "cards": Verb("print the parameters: shape, blocks, placement, optimizer", "recipes.cli:_cards", sections=("model",)),
     "bench": Verb(
-        "measure this machine; without a name, everything", "recipes.cli:_bench", trains=True, usage="[kda|experts|step ...]"
+        "measure this machine; without a name, everything",
+        "recipes.cli:_bench",
+        trains=True,
+        usage="[kda|experts|step|traffic ...]",
     ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }
@@ -57,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words, entry=argv is None)
     except KeyboardInterrupt:
-        print("k3: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has gone
         sys.stderr.close()
@@ -65,13 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in MACHINE_ERRORS:
             raise
-        print(f"k3: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr)
+        _complain(f"{error.filename or 'the disk'}: {error.strerror}")
         return 1
     except Exception as error:
         if not _is_users(error):
             raise
-        print("\n".join(f"k3: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        _complain(*str(error).splitlines())
         return 2
+
+
+def _complain(*lines: str) -> None:
+    """To the user; of several processes the first speaks for all."""
+    if processes.rank(os.environ) == 0:
+        print("\n".join(f"k3: {line}" for line in lines), file=sys.stderr)
 
 
 def _dispatch(words: list[str], *, entry: bool) -> int:
@@ -119,15 +140,23 @@ def _help(words: list[str]) -> int:
 
 
 def _pretrain(words: list[str]) -> int:
+    from parallel.config import world_size
     from recipes.compose import compose, resolved_yaml
-    from recipes.validate import check_memory
+    from recipes.validate import check_devices, check_memory
 
+    os.environ.update(processes.joined(os.environ))
     words, shows = _without_cfg(words)
     cfg = compose(words)
     if shows:
         print(resolved_yaml(cfg), end="")
         return 0
     check_memory(cfg)
+    check_devices(cfg)
+    if processes.count(os.environ) is None and (size := world_size(cfg.parallel)) > 1:
+        from recipes.run_folder import check_run
+
+        check_run(cfg)
+        return processes.run(["pretrain", *words], size)
     from recipes.pretrain import pretrain
 
     return pretrain(cfg) or 0
@@ -141,6 +170,12 @@ def _without_cfg(words: list[str]) -> tuple[list[str], bool]:
     if words[at + 1 : at + 2] != ["job"]:
         raise UserError(f"--cfg {' '.join(words[at + 1 : at + 2])}: shows the configuration of the job; give --cfg job")
     return words[:at] + words[at + 2 :], True
+
+
+def _prove(words: list[str]) -> int:
+    from recipes.prove import run
+
+    return run(words)
 
 
 def _cards(words: list[str]) -> int:

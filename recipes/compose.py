@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallel.config import data_parallel_size
-from recipes.config import GROUPS, Config, leaves
+from recipes import processes
+from recipes.config import GROUPS, JOBS, Config, leaves
 from recipes.errors import UserError, first_line, suggestion
 from recipes.overrides import explain, judge
 from recipes.unused import without_effect
-from recipes.validate import check
+from recipes.validate import check, check_training
 
 CONFIG_FILE = "config.yaml"  # the resolved configuration inside a run folder; a job is run from this file, never recomposed
 CONF = Path(__file__).parent / "conf"
@@ -38,14 +40,19 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain") -> Config:
     With `run.resume` the folder's own configuration is the base, and the overrides change it. Raises UserError.
     """
     words = [judge(word) for word in overrides]
+    for word in words:
+        if (section := word.key_or_group.split(".", 1)[0]) not in JOBS[job]:
+            raise UserError(f"{word.input_line}: k3 {job} does not read {section}; it reads {', '.join(JOBS[job])}")
     cfg = _from_hydra(job, [o.input_line for o in words if o.input_line])
     folder = _resume_folder(cfg)
     if folder is not None:
         cfg = _continue(load_resolved(folder / CONFIG_FILE), cfg, words, folder)
     check(cfg)
+    if job == "pretrain":
+        check_training(cfg)
     if folder is None:
         _refuse_idle(cfg, words, job)
-    _fill(cfg)
+    _fill(cfg, processes.count(os.environ) if job == "pretrain" else None)
     return cfg
 
 
@@ -59,7 +66,8 @@ def _refuse_idle(cfg: Config, words: Sequence[Override], job: str) -> None:
 
 
 def resolved_yaml(cfg: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(cfg), resolve=True)
+    """The configuration of a training run."""
+    return OmegaConf.to_yaml(OmegaConf.masked_copy(OmegaConf.structured(cfg), list(JOBS["pretrain"])), resolve=True)
 
 
 def save_resolved(cfg: Config, path: str | Path) -> None:
@@ -146,8 +154,8 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
     """
     for word in words:
         key = word.key_or_group
-        if key == "model":  # a preset sets all of the model; in the other groups an option sets the name
-            base.model = typed.model
+        if key in ("model", "parallel"):  # an option sets all of the section; in the other groups it sets the name
+            _set(base, key, get(typed, key))
         else:
             key = f"{key}.name" if key in GROUPS else key
             _set(base, key, get(typed, key))
@@ -155,9 +163,11 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
     return base
 
 
-def _fill(cfg: Config) -> None:
-    """Defaults that depend on other values or on the time, so that the saved file says what really ran."""
-    cfg.parallel.dp = data_parallel_size(cfg.parallel)
+def _fill(cfg: Config, started: int | None) -> None:
+    """Defaults that depend on other values, on the time or on the processes a launcher has `started`, so that the saved file says
+    what really ran.
+    """
+    cfg.parallel.dp = data_parallel_size(cfg.parallel, started)
     if cfg.parallel.sp is None:
         cfg.parallel.sp = cfg.parallel.tp > 1
     if cfg.run.dir is None:

@@ -77,6 +77,32 @@ class WandbConfig:
     name: str | None = None  # null: the name of the run folder
 
 
+class ProofDType(Enum):
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"  # with tolerances derived from a float64 run
+
+
+class ProofDocuments(Enum):
+    none = "none"  # one document a row
+    few = "few"  # three a row, cut at a third and at two thirds, moved by a few tokens from row to row
+    many = "many"  # of 1 to 5 tokens in one half of each row, one long document in the other
+    crossing = "crossing"  # one begins 1 to 3 tokens before every eighth of a row: whatever the shards, it crosses their edges
+
+
+@dataclass
+class ProveConfig:
+    steps: int = 3  # optimizer steps
+    dtype: ProofDType = ProofDType.float64  # of parameters, activations and gradients
+    batch: int = 8  # rows of one micro-batch, over all data ranks
+    length: int = 64  # tokens a row
+    accumulation: int = 2  # micro-batches a step
+    documents: ProofDocuments = ProofDocuments.crossing
+    padding: bool = True  # every other row ends in padding
+    seed: int = 0  # of parameters and tokens
+    verbose: bool = False  # print every parameter, not the worst alone
+
+
 @dataclass
 class Config:
     model: K3Config = field(default_factory=nano)
@@ -88,13 +114,28 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    prove: ProveConfig = field(default_factory=ProveConfig)
 
+
+# which sections each job reads; its words may set no others
+JOBS: dict[str, tuple[str, ...]] = {
+    "pretrain": ("model", "optim", "data", "parallel", "precision", "qat", "run", "checkpoint", "wandb"),
+    "prove": ("model", "optim", "parallel", "prove"),
+}
 
 # group -> option -> its values: what `model=nano` chooses from
 GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     "model": dict(PRESETS),
     "optim": {name.name: partial(OptimConfig, name=name) for name in OptimizerName},
     "precision": {name.name: partial(PrecisionConfig, name=name) for name in Precision},
+    "parallel": {
+        "single": ParallelConfig,
+        "tensor": partial(ParallelConfig, tp=2),
+        "expert": partial(ParallelConfig, ep=2),
+        "context": partial(ParallelConfig, cp=2),
+        "data": partial(ParallelConfig, dp=2),
+        "mixed": partial(ParallelConfig, tp=2, cp=2, dp=2, ep=4),
+    },
 }
 
 

@@ -12,13 +12,13 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any
 
-from recipes.config import GROUPS, Config
+from recipes.config import GROUPS, JOBS, Config
 from recipes.errors import shown
 
 
 def keys(sections: Iterable[str] | None = None) -> str:
-    """The table of groups and keys; `sections` limits it to some of the root's fields."""
-    wanted = list(sections) if sections is not None else [f.name for f in dataclasses.fields(Config)]
+    """The table of groups and keys of some of the root's fields; None: those of training."""
+    wanted = list(sections if sections is not None else JOBS["pretrain"])
     lines = ["groups (GROUP=OPTION):"]
     lines += [f"  {group}={'|'.join(options)}" for group, options in GROUPS.items() if group in wanted]
     root = Config()

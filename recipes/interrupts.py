@@ -7,6 +7,10 @@ import threading
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from parallel.world import World
 from recipes.console import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -30,6 +34,17 @@ class Interrupts:
 
     def __bool__(self) -> bool:
         return self.received is not None
+
+    def agreed(self, world: World) -> bool:
+        """Whether any rank has been asked to stop: the same answer on all of them, which must call it at the same points."""
+        if world.size > 1:
+            number = torch.tensor(int(self.received or 0), device=world.device)
+            dist.all_reduce(number, op=dist.ReduceOp.MAX)
+            if heard := int(number):
+                if self.received is None:
+                    say(f"{signal.Signals(heard).name} at another rank: saving")
+                self.received = signal.Signals(heard)
+        return bool(self)
 
     @property
     def exit_code(self) -> int:

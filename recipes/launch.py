@@ -18,6 +18,7 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": "268435456",  # grow the heap by 256 MiB at a time
     "MALLOC_TRIM_THRESHOLD_": "68719476736",  # and keep it
 }
+CHOSEN = "K3_CHOSEN"  # names the variables that were set here and not by the user
 
 
 def settings(env: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +46,7 @@ def ensure() -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing})
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing, CHOSEN: ",".join(missing)})
 
 
 def sees_cuda(env: Mapping[str, str]) -> bool:

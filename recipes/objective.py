@@ -73,20 +73,27 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def heldout_loss(model: nn.Module, batches: Sequence[Batch], world: World) -> float:
     """Mean next-token cross-entropy in nats over all counted targets of a fixed set. Leaves the model's mode as it was.
 
-    Computed from logits: the MTP layers play no part in it.
+    Data ranks share the batches; every rank must call it with the same ones. Computed from logits: the MTP layers play no part.
     """
     training = model.training
     model.eval()
     total, count = torch.zeros((), dtype=torch.float64), 0
     try:
-        for batch in batches:
-            batch = to_device(batch, world.device)
+        for first in range(0, len(batches), world.data_size):
+            number = first + world.data_rank
+            counts = number < len(batches)  # the others wait in expert dispatch: a rank without a batch takes part with any
+            batch = to_device(batches[number if counts else first], world.device)
             logits = model(batch.tokens, batch.document_starts)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
             mask = batch.loss_mask[0].flatten()
-            total += losses.masked_fill(~mask, 0).sum(dtype=torch.float64).cpu()
-            count += int(mask.sum())
+            if counts:
+                total += losses.masked_fill(~mask, 0).sum(dtype=torch.float64).cpu()
+                count += int(mask.sum())
     finally:
         model.train(training)
+    if world.data_size > 1:
+        sums = torch.stack([total, total.new_tensor(count)]).to(world.device)
+        dist.all_reduce(sums, group=world.groups.dp)
+        total, count = sums[0].cpu(), int(sums[1])
     return (total / max(count, 1)).item()

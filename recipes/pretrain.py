@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +16,18 @@ from omegaconf import OmegaConf
 import data
 import k3
 import parallel
-from parallel import checkpoint, cpu_backend
-from parallel.checkpoint import CheckpointError, seed_generators
+from k3 import ConfigError
+from parallel import ParallelError, checkpoint
+from parallel.checkpoint import CheckpointError
+from parallel.states import seed_generators
+from parallel.together import from_first, gather, told_once
 from parallel.world import World
 from recipes import callbacks as cb
+from recipes import processes
 from recipes.assemble import assemble
 from recipes.callbacks.checkpoints import restore
 from recipes.config import Config, Precision
-from recipes.console import say
+from recipes.console import console, say
 from recipes.errors import UserError
 from recipes.interrupts import Interrupts
 from recipes.run_folder import RunFolder, cut_metrics, open_run
@@ -29,24 +35,38 @@ from recipes.summary import sizes
 from recipes.trainer import Trainer, TrainingError
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
+MISTAKES = (UserError, data.DataError, CheckpointError, ConfigError, ParallelError)  # the user's: all ranks find them together
 
 
 def pretrain(cfg: Config) -> int:
     """Trains a model on text as `cfg` (from recipes.compose) says, or continues the run in `cfg.run.dir`.
 
-    Returns the exit code: 0 when complete or stopped by SIGTERM or SIGUSR1 with everything saved, 130 after Ctrl-C, 1 when
-    training failed. Raises UserError or DataError for what the user can mend.
+    Every rank calls it, and all go by rank 0's `cfg`. Returns the exit code: 0 when complete or stopped by SIGTERM or SIGUSR1
+    with everything saved, 130 after Ctrl-C, 1 when training failed. Raises UserError or DataError for what the user can mend.
     """
+    processes.follow(os.environ)
     show_logs()
     if cfg.run.threads is not None:
         torch.set_num_threads(cfg.run.threads)
-    folder = open_run(cfg)
+    # first of all, because it installs the CPU backend, and reading token files imports megatron
+    world = parallel.start(cfg.parallel, cfg.run.device.name)
+    console.quiet = world.rank > 0
     try:
-        if folder.is_complete:
+        with told_once(world, MISTAKES):
+            return run(from_first(world, lambda: cfg), world)
+    finally:
+        parallel.stop()
+
+
+def run(cfg: Config, world: World) -> int:
+    """Opens the run folder, of which rank 0 alone makes, holds and writes files, and trains in it."""
+    folder = open_together(cfg, world)
+    try:
+        if from_first(world, lambda: folder.is_complete):
             say((folder.path / "summary.txt").read_text() + f"{folder.path}: this run is complete")
             return 0
         with Interrupts() as interrupts:
-            return train(cfg, folder, interrupts)
+            return train(cfg, folder, interrupts, world)
     except CheckpointError as error:
         raise UserError(str(error)) from error
     except (UserError, data.DataError):
@@ -56,64 +76,98 @@ def pretrain(cfg: Config) -> int:
         folder.close()
 
 
-def train(cfg: Config, folder: RunFolder, interrupts: Interrupts) -> int:
-    """The run itself, inside a folder that is this process's own."""
-    cpu_backend.install()  # before anything imports megatron: reading token files already does
-    prepared = data.prepare(cfg.data, cfg.model.vocab_size)
+def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) -> int:
+    """The run itself, inside a folder that is this run's own."""
+    prepared = prepare(cfg, world)
     heldout = data.heldout(cfg.data, prepared)
     baselines = data.baselines(prepared, heldout)
-    world = parallel.start(cfg.parallel, cfg.run.device.name)
+    at = from_first(world, lambda: position(folder, prepared.key))
     try:
-        trainer = build(cfg, cfg.model, world, prepared, steps=cfg.run.steps, position=position(folder, prepared.key))
-        trainer.asked_to_stop = lambda: bool(interrupts)
+        trainer = build(cfg, cfg.model, world, prepared, steps=cfg.run.steps, position=at)
+        trainer.asked_to_stop = lambda: interrupts.agreed(world)
         dense = dataclasses.replace(k3.preset("dense"), vocab_size=cfg.model.vocab_size)
         cards = k3.cards(trainer.module)
         heads = {name for name, card in cards.items() if card.blocks.per_head}
         model = {"name": folder.path.name, **sizes(cards, cfg.model.moe.top_k)}
+        layout = dataclasses.asdict(cfg.parallel)
         compared = math.ceil(cfg.run.steps * cfg.run.compare_dense) or None
         prompt = (cfg.run.sample_prompt, cfg.run.sample_tokens, cfg.run.seed)
+        facts = {"data": prepared.key}
+        # every rank has as many: each may take part in what all compute, and all are asked at once whether to stop
         trainer.callbacks = [
             cb.Evaluation(heldout, baselines, cfg.run.eval_every, also=compared),
             cb.Balance(k3.balancing(trainer.module)),
             cb.Metrics(folder.metrics, heads),
-            cb.ProgressBar(),
-            cb.Checkpoints(
-                folder.checkpoints, every=cfg.checkpoint.every, keep_last=cfg.checkpoint.keep_last, facts={"data": prepared.key}
-            ),
+            cb.on_first(world, cb.ProgressBar()),
+            cb.Checkpoints(folder.checkpoints, every=cfg.checkpoint.every, keep_last=cfg.checkpoint.keep_last, facts=facts),
             cb.Sample(folder.path, prepared.tokenizer(), *prompt),
             *(
                 [cb.DenseComparison(lambda n: build(cfg, dense, world, prepared, steps=n), heldout, folder.metrics, compared)]
                 if compared
                 else []
             ),
-            cb.Pictures(folder.path),
-            cb.Export(folder.path / "hf"),
-            cb.Summary(folder.path, model),
-            cb.Wandb(cfg.wandb, folder.path, plain(cfg)),
+            cb.on_first(world, cb.Pictures(folder.path)),
+            cb.on_first(world, cb.Export(folder.path / "hf")),
+            cb.on_first(world, cb.Summary(folder.path, model, layout)),
+            cb.on_first(world, cb.Wandb(cfg.wandb, folder.path, plain(cfg))),
         ]
         say(trainer.optimizer.describe())
-        say(f"run {folder.path}: {model['parameters']:,} parameters, {model['active']:,} active a token, on {world.device}")
+        where = f"{world.size} processes on {world.device.type}" if world.size > 1 else f"{world.device}"
+        say(f"run {folder.path}: {model['parameters']:,} parameters, {model['active']:,} active a token, on {where}")
         if folder.checkpoint is not None:
             restore(trainer, folder.checkpoint)
             say(f"continuing from {folder.checkpoint}")
         else:
             seed_generators(cfg.run.seed)
-        kept = cut_metrics(folder.metrics, trainer.progress.step)
+        kept = from_first(world, lambda: cut_metrics(folder.metrics, trainer.progress.step))
         if kept < trainer.progress.step:
             say(f"{folder.metrics} holds {kept} of {trainer.progress.step} steps: the pictures and the summary lack the others")
         complete = trainer.run(cfg.run.steps)
     except TrainingError as error:
-        last = checkpoint.latest(folder.checkpoints)
         say(f"training stopped: {error}")
+        last = from_first(world, lambda: checkpoint.latest(folder.checkpoints))
         say(f"the last good state is {last}" if last else "no checkpoint was written yet")
         return 1
-    finally:
-        parallel.stop()
     if complete:
         return 0
     say(f"saved {trainer.results['checkpoint']} after step {trainer.progress.step} of {cfg.run.steps}; continue with\n")
     say(f"    {folder.resume_command}")
     return interrupts.exit_code
+
+
+def open_together(cfg: Config, world: World) -> RunFolder:
+    """The run folder on every rank: rank 0 opens it, as recipes.run_folder.open_run, and the others hear where it stands."""
+    opened: list[RunFolder] = []
+
+    def first() -> tuple[Path, Path | None]:
+        opened.append(open_run(cfg))
+        return opened[0].path, opened[0].checkpoint
+
+    path, last = from_first(world, first)
+    return opened[0] if opened else RunFolder(path, None, last)
+
+
+def prepare(cfg: Config, world: World) -> data.Prepared:
+    """The token files: rank 0 makes them where they are missing, the others find them, or where each machine has its own disk
+    make them there.
+
+    Raises UserError where ranks read different data.
+    """
+    made = prepared = from_first(world, lambda: data.prepare(cfg.data, cfg.model.vocab_size))
+    found = made.key
+    if world.rank > 0:
+        try:
+            prepared = data.prepare(cfg.data, cfg.model.vocab_size)
+            found = prepared.key
+        except data.DataError as error:
+            found = f"none: {error}"
+    for rank, key in enumerate(gather(world, found)):
+        if key != made.key:
+            raise UserError(
+                f"data.corpus={cfg.data.corpus}: rank {rank} finds the prepared data {key}, and rank 0 {made.key}; "
+                "give all machines the same files and the same version of tokenizers"
+            )
+    return prepared
 
 
 def build(cfg: Config, model: k3.K3Config, world: World, prepared: data.Prepared, *, steps: int, position: int = 0) -> Trainer:

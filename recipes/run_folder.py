@@ -34,9 +34,12 @@ FREE = {
 
 
 class RunFolder:
-    """A run folder that this process holds until `close`. `checkpoint` is what a resume continues from, else None."""
+    """A run folder that this process holds until `close`. `checkpoint` is what a resume continues from, else None.
 
-    def __init__(self, path: Path, lock: IO[str], last: Path | None):
+    Of several ranks the first holds it for all: the others' have no `lock`, and neither write nor remove anything in it.
+    """
+
+    def __init__(self, path: Path, lock: IO[str] | None, last: Path | None):
         self.path = path
         self.checkpoint = last
         self._lock = lock
@@ -60,11 +63,12 @@ class RunFolder:
         return (self.path / "summary.json").is_file() and self.checkpoint is not None
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def discard(self) -> None:
         """Removes a folder in which nothing has happened yet: a refused run leaves none behind."""
-        if self.checkpoint is None and not self.metrics.exists():
+        if self._lock is not None and self.checkpoint is None and not self.metrics.exists():
             for name in (CONFIG_FILE, ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # what the user had in it stays
@@ -86,6 +90,16 @@ def open_run(cfg: Config) -> RunFolder:
     except BaseException:
         lock.close()
         raise
+
+
+def check_run(cfg: Config) -> None:
+    """Raises what `open_run` would raise, and leaves everything as it was: for the process that only starts the ranks."""
+    assert cfg.run.dir is not None, "compose fills run.dir"
+    fresh = not (Path(cfg.run.dir) / CONFIG_FILE).is_file()
+    folder = open_run(cfg)
+    if fresh:
+        folder.discard()
+    folder.close()
 
 
 def _open(path: Path, cfg: Config, lock: IO[str]) -> RunFolder:

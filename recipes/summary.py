@@ -34,6 +34,7 @@ def summarise(records: Sequence[dict[str, Any]], model: dict[str, Any], results:
         "skipped_steps": sum(bool(r["skipped"]) for r in records),
         "balance": balance(records),
         "dense": results.get("dense"),
+        "export": results.get("export"),
         "checkpoint": results.get("checkpoint"),
         "versions": versions(),
     }
@@ -94,6 +95,9 @@ def text(s: dict[str, Any], folder: str) -> str:
         f"trained     {s['steps']} steps, {s['tokens']:,} tokens in {s['train_seconds']:.0f} s"
         + (f" ({s['tokens_per_second']:,.0f} tokens/s)" if s["tokens_per_second"] else ""),
     ]
+    if (p := s["parallel"])["processes"] > 1:
+        sizes = ", ".join(f"{axis} {p[axis]}" for axis in ("tp", "ep", "pp", "cp", "dp") if p[axis] > 1)
+        lines.append(f"layout      {p['processes']} processes: {sizes}")
     if s["train_loss"] is not None:
         lines.append(f"train loss  {s['train_loss']:.4f} nats (mean of the last {s['train_loss_steps']} steps)")
     if held is not None:
@@ -112,5 +116,6 @@ def text(s: dict[str, Any], folder: str) -> str:
         )
     if s["skipped_steps"]:
         lines.append(f"skipped     {s['skipped_steps']} steps without a finite loss and gradient")
-    lines.append(f"files       {folder}: metrics.jsonl, pictures, the model in hf/ (k3.hf.load), {s['checkpoint']}")
+    export = f"the model in {s['export']}/ (k3.hf.load), " if s["export"] else ""
+    lines.append(f"files       {folder}: metrics.jsonl, pictures, {export}{s['checkpoint']}")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -11,10 +12,13 @@ from pathlib import Path
 from data.config import validate as validate_data
 from data.errors import DataError
 from k3.config import ConfigError
-from parallel.config import ParallelError, check_sizes
+from k3.layout import check_layout
+from parallel.config import ParallelError, check_sizes, data_parallel_size, world_size
+from recipes import processes
 from recipes.config import Config, Device, Precision, Qat
 from recipes.errors import UserError, shown
 
+MOST_ON_CPU = 8  # processes: more only wait for each other's cores
 Refusal = tuple[str, object, str]  # the key, its value, what is wrong and the fix
 
 
@@ -30,6 +34,59 @@ def check(cfg: Config) -> None:
     lines.extend(f"{key}={shown(value)}: {text}" for key, value, text in rules)
     if lines:
         raise UserError("\n".join(lines))
+
+
+def check_training(cfg: Config) -> None:
+    """Raises UserError for a layout that the model, the batch, the run or the processes there are do not fit.
+
+    `cfg` has passed `check`, which other jobs share; `parallel.dp` may still be null.
+    """
+    started = processes.count(os.environ)
+    layout = dataclasses.replace(cfg.parallel, dp=data_parallel_size(cfg.parallel, started))
+    size = world_size(layout)
+    lines: list[str] = []
+    if started is not None and size != started:
+        lines.append(
+            f"parallel: tp * pp * cp * dp = {layout.tp} * {layout.pp} * {layout.cp} * {layout.dp} = {size} processes, but "
+            f"{started} were started; start as many as the layout needs, or give sizes that fit"
+        )
+    for rule in (
+        lambda: check_sizes(layout),
+        lambda: check_layout(cfg.model, layout, length=cfg.data.seq_length),
+        lambda: validate_data(cfg.data, of=layout.dp or 1),
+    ):
+        try:
+            rule()
+        except (ParallelError, DataError) as error:
+            lines.extend(str(error).splitlines())
+    if size > 1 and cfg.run.compare_dense > 0:
+        lines.append(
+            f"run.compare_dense={cfg.run.compare_dense}: compares at equal time in one process, and this run has {size}; "
+            "leave it out, or run in one process"
+        )
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def check_devices(cfg: Config) -> None:
+    """Raises UserError where this machine cannot start the processes of the layout. `parallel.dp` must be set."""
+    size, launched = world_size(cfg.parallel), processes.count(os.environ) is not None
+    if size == 1:
+        return
+    p = cfg.parallel
+    needs = f"parallel: tp * pp * cp * dp = {p.tp} * {p.pp} * {p.cp} * {p.dp} takes {size} processes"
+    if not _cuda():
+        if size > MOST_ON_CPU:
+            raise UserError(f"{needs}, and on CPUs at most {MOST_ON_CPU} make sense; give smaller sizes")
+        return
+    import torch
+
+    there = torch.cuda.device_count()
+    if size > there and not launched:
+        raise UserError(
+            f"{needs}, a GPU each, and this machine has {there}; give smaller sizes, or start the command on several machines "
+            "with torchrun or srun"
+        )
 
 
 def check_memory(cfg: Config) -> None:

@@ -1,5 +1,6 @@
 """What happens around the steps of a training run: one file and one job each, in the order in which they run."""
 
+from parallel.world import World
 from recipes.callbacks.balance import Balance
 from recipes.callbacks.checkpoints import Checkpoints
 from recipes.callbacks.dense import DenseComparison
@@ -11,6 +12,7 @@ from recipes.callbacks.progress import ProgressBar
 from recipes.callbacks.sample import Sample
 from recipes.callbacks.summary import Summary
 from recipes.callbacks.wandb import Wandb
+from recipes.trainer import Callback
 
 __all__ = [
     "Balance",
@@ -24,4 +26,10 @@ __all__ = [
     "Sample",
     "Summary",
     "Wandb",
+    "on_first",
 ]
+
+
+def on_first(world: World, callback: Callback) -> Callback:
+    """The callback on rank 0, and one that does nothing on the others."""
+    return callback if world.rank == 0 else Callback()

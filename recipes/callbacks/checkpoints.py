@@ -1,4 +1,4 @@
-"""Saves the run's state at intervals, at its end and when it is asked to stop; and loads it back."""
+"""Saves the run's state at intervals, at its end and when it is asked to stop; and loads it back. Every rank its own part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from parallel import checkpoint
-from parallel.checkpoint import ModuleState, RandomState, StateProvider
+from parallel.checkpoint import StateProvider
+from parallel.states import ModuleState, RandomState
 from recipes.trainer import Callback, Progress, StepResult, Trainer
 
 
@@ -34,7 +35,10 @@ class Checkpoints(Callback):
     def save(self, trainer: Trainer) -> Path:
         facts = self.facts | {"progress": dataclasses.asdict(trainer.progress), "data_position": trainer.stream.position}
         facts["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
-        return checkpoint.save(self.folder, trainer.progress.step, providers(trainer), facts, keep_last=self.keep_last)
+        world = trainer.objective.world
+        return checkpoint.save(
+            self.folder, trainer.progress.step, providers(trainer), facts, keep_last=self.keep_last, world=world
+        )
 
 
 def providers(trainer: Trainer) -> dict[str, StateProvider]:
@@ -47,5 +51,5 @@ def restore(trainer: Trainer, path: Path) -> None:
 
     Raises parallel.checkpoint.CheckpointError, naming every difference, where it does not fit.
     """
-    facts = checkpoint.load(path, providers(trainer))
+    facts = checkpoint.load(path, providers(trainer), trainer.objective.world)
     trainer.progress = Progress(**facts["progress"])

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.together import gather
+from parallel.world import World
 from recipes.trainer import Callback, StepResult, Trainer
 
 DETAILED = 200  # about this many steps of a run carry the values of every expert, head and matrix
@@ -34,9 +40,8 @@ def scalars(result: StepResult, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def update_rms(result: StepResult, per_head: Set[str]) -> dict[str, Any]:
+def update_rms(rms: Mapping[str, Tensor], per_head: Set[str]) -> dict[str, Any]:
     """Root mean square of Muon's updates, learning rate included: over all blocks, per parameter, and per head."""
-    rms = result.report.update_rms
     if not rms:
         return {}
     return {
@@ -49,8 +54,32 @@ def update_rms(result: StepResult, per_head: Set[str]) -> dict[str, Any]:
     }
 
 
+def update_rms_of_all(rms: Mapping[str, Tensor], world: World, *, detailed: bool) -> dict[str, Any]:
+    """The same over the blocks of all ranks, but not per head, because a rank does not know which heads it has updated.
+
+    Per parameter if `detailed`. Every rank must call it.
+    """
+    inf = float("inf")
+    lowest = min((float(value.min()) for value in rms.values()), default=inf)
+    highest = max((float(value.max()) for value in rms.values()), default=-inf)
+    edges = torch.tensor([-lowest, highest], dtype=torch.float64, device=world.device)
+    dist.all_reduce(edges, op=dist.ReduceOp.MAX)
+    lowest, highest = -edges[0].item(), edges[1].item()
+    if lowest > highest:  # Muon updates nothing
+        return {}
+    found: dict[str, Any] = {"update_rms/min": lowest, "update_rms/max": highest}
+    if detailed:
+        sums: dict[str, tuple[float, int]] = {}
+        for part in gather(world, {name: (float(value.sum()), value.numel()) for name, value in rms.items()}):
+            for name, (total, count) in part.items():
+                before = sums.get(name, (0.0, 0))
+                sums[name] = (before[0] + total, before[1] + count)
+        found |= {f"update_rms/mean/{name}": _short(total / count) for name, (total, count) in sums.items()}
+    return found
+
+
 class Metrics(Callback):
-    """Completes `result.metrics` and appends it to a file. `per_head`: names of the parameters whose blocks are heads."""
+    """Completes `result.metrics` and, on rank 0, appends it to a file. `per_head`: the parameters whose blocks are heads."""
 
     def __init__(self, path: Path, per_head: Set[str] = frozenset()):
         self.path = path
@@ -58,16 +87,25 @@ class Metrics(Callback):
         self.file: IO[str] | None = None
 
     def start(self, trainer: Trainer) -> None:
-        self.file = self.path.open("a")
+        if trainer.objective.world.rank == 0:
+            self.file = self.path.open("a")
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
-        assert self.file is not None
-        result.metrics = scalars(result, trainer) | update_rms(result, self.per_head) | result.metrics
-        if result.step % max(1, trainer.steps // DETAILED):
+        detailed = result.step % max(1, trainer.steps // DETAILED) == 0
+        result.metrics = scalars(result, trainer) | self._update_rms(trainer.objective.world, result, detailed) | result.metrics
+        if not detailed:
             result.metrics = {key: value for key, value in result.metrics.items() if not key.startswith(DETAIL)}
-        record = {key: _json(value) for key, value in result.metrics.items()}
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
-        self.file.flush()
+        if self.file is not None:
+            record = {key: _json(value) for key, value in result.metrics.items()}
+            self.file.write(json.dumps(record, allow_nan=False) + "\n")
+            self.file.flush()
+
+    def _update_rms(self, world: World, result: StepResult, detailed: bool) -> dict[str, Any]:
+        if world.size == 1:
+            return update_rms(result.report.update_rms, self.per_head)
+        if result.report.skipped:
+            return {}
+        return update_rms_of_all(result.report.update_rms, world, detailed=detailed)
 
     def close(self, trainer: Trainer) -> None:
         if self.file is not None:

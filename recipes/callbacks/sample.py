@@ -16,7 +16,10 @@ TOP_K = 50
 
 
 class Sample(Callback):
-    """Continues `prompt` by `tokens` tokens into sample.txt. The draw is fixed by `seed`."""
+    """Continues `prompt` by `tokens` tokens into sample.txt. The draw is fixed by `seed`.
+
+    All ranks compute and draw the same; the first writes.
+    """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, prompt: str, tokens: int, seed: int):
         self.folder, self.tokenizer, self.prompt, self.tokens, self.seed = folder, tokenizer, prompt, tokens, seed
@@ -24,11 +27,12 @@ class Sample(Callback):
     def complete(self, trainer: Trainer) -> None:
         if not self.tokens:
             return
-        device = trainer.objective.world.device
-        prompt = torch.tensor([self.tokenizer.encode(self.prompt)], dtype=torch.int64, device=device)
+        world = trainer.objective.world
+        prompt = torch.tensor([self.tokenizer.encode(self.prompt)], dtype=torch.int64, device=world.device)
         trainer.module.eval()
         tokens = k3.generate(trainer.module, prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
         text = self.tokenizer.decode(tokens[0].tolist())
         trainer.results["sample"] = text
-        (self.folder / "sample.txt").write_text(text + "\n")
+        if world.rank == 0:
+            (self.folder / "sample.txt").write_text(text + "\n")
         say("sample:\n" + "\n".join("    " + line for line in text.splitlines()))

@@ -13,15 +13,17 @@ from recipes.trainer import Callback, Trainer
 
 
 class Summary(Callback):
-    """`model`: its name and sizes. Leaves the dictionary in `results["summary"]` too."""
+    """`model`: its name and sizes; `layout`: the parallel sizes. Leaves the dictionary in `results["summary"]` too."""
 
-    def __init__(self, folder: Path, model: dict[str, Any]):
+    def __init__(self, folder: Path, model: dict[str, Any], layout: dict[str, Any]):
         self.folder = folder
         self.model = model
+        self.layout = layout
 
     def complete(self, trainer: Trainer) -> None:
         records = list(read_metrics(self.folder / "metrics.jsonl"))
         facts = summary.summarise(records, self.model, trainer.results, trainer.progress)
+        facts["parallel"] = {"processes": trainer.objective.world.size, **self.layout}
         trainer.results["summary"] = facts
         words = summary.text(facts, str(self.folder))
         (self.folder / "summary.txt").write_text(words + "\n")

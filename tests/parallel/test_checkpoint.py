@@ -15,20 +15,12 @@ import torch
 from torch import nn
 
 from parallel import checkpoint
-from parallel.checkpoint import CheckpointError, ModuleState, RandomState
+from parallel.checkpoint import CheckpointError
+from parallel.local import Helper
+from parallel.states import ModuleState, RandomState
+from tests.parallel.checkpoint_ranks import Bag
 
 ROOT = Path(__file__).parents[2]
-
-
-class Bag:
-    def __init__(self, **tensors):
-        self.tensors = tensors
-
-    def state_dict(self):
-        return self.tensors
-
-    def load_state_dict(self, state):
-        self.tensors = dict(state)
 
 
 def test_round_trip_is_bitwise(tmp_path):
@@ -163,3 +155,34 @@ def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint(tmp_path
     checkpoint.load(checkpoint.latest(tmp_path), {"a": bag})
     assert bag.tensors["x"][0] == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_1", "step_2"]
+
+
+@pytest.fixture(scope="module")
+def helper():
+    with Helper() as helper:
+        yield helper
+
+
+def test_each_rank_has_its_own_files_and_gets_them_back(tmp_path, helper):
+    one, two = helper.run_ranks("tests.parallel.checkpoint_ranks:save", 2, str(tmp_path))
+    assert (one["got"], two["got"]) == (0.0, 10.0) and one["failure"] is None
+    assert one["facts"] == two["facts"] and one["facts"]["position"] == 3, "rank 0's facts"
+    assert one["facts"]["layout"]["dp"] == 2 and list(one["facts"]["files"]) == ["rank_0000/bag", "rank_0001/bag"]
+    there = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+    expected = ["latest", "step_3/rank_0000/bag.safetensors", "step_3/rank_0001/bag.safetensors", "step_3/state.json"]
+    assert there == expected
+    for result in one, two:
+        assert "another parallel layout (parallel.zero: True there, False here)" in result["refusal"]
+    with pytest.raises(CheckpointError, match=r"parallel\.dp: 2 there, 1 here"):
+        checkpoint.load(tmp_path / "step_3", {"bag": Bag(x=torch.zeros(300))})
+
+
+def test_what_one_rank_cannot_read_no_rank_loads(tmp_path, helper):
+    for result in helper.run_ranks("tests.parallel.checkpoint_ranks:save", 2, str(tmp_path), "file"):
+        assert result["got"] == 0 and "rank 1: bag.safetensors: damaged" in result["failure"]
+
+
+def test_what_one_rank_cannot_write_is_no_checkpoint(tmp_path, helper):
+    for result in helper.run_ranks("tests.parallel.checkpoint_ranks:save", 2, str(tmp_path), "disk"):
+        assert result == {"failure": "rank 1: bag.safetensors: no such luck"}
+    assert checkpoint.latest(tmp_path) is None

@@ -1,0 +1,95 @@
+"""One rank's part of a trace: the real trainer, with a callback that records."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import k3
+import parallel
+from data.batch import Batch
+from k3.construct import unwrap
+from parallel.cards import Optimizer
+from parallel.traffic import Traffic
+from parallel.world import World
+from recipes.assemble import Parts, assemble
+from recipes.config import Config, ProofDType
+from recipes.proof import gather
+from recipes.proof.batches import Batches
+from recipes.proof.randomise import randomise
+from recipes.proof.trace import Trace
+from recipes.proof.watch import Watch
+from recipes.trainer import Callback, StepResult, Trainer
+
+DTYPES = {ProofDType.float64: torch.float64, ProofDType.float32: torch.float32, ProofDType.bfloat16: torch.bfloat16}
+
+
+def on_rank(cfg: Config) -> Trace | None:
+    """On every rank: the whole trace of its stage on the first rank of each pipeline stage, None on the others."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    prove = cfg.prove
+    world = parallel.start(cfg.parallel, "cpu")
+    parts = assemble(
+        cfg.model, cfg.optim, world, dtype=DTYPES[prove.dtype], seed=prove.seed, steps=prove.steps,
+        prepare=lambda stage: randomise(stage, prove.seed),
+    )  # fmt: skip
+    horizon = parts.objective.horizon
+    stream = Batches(prove, cfg.model.vocab_size, horizon, rank=world.data_rank, of=world.data_size)
+    recorder = Recorder(parts, world)
+    trainer = Trainer(parts.model, parts.optimizer, stream, parts.objective, callbacks=[recorder])
+    with Traffic(world) as recorder.traffic:
+        trainer.run(1)
+    trainer.run(prove.steps)
+    out = recorder.finish()
+    everything = Batches(prove, cfg.model.vocab_size, horizon)
+    out.counted = torch.stack([_counted(next(everything).micro_batches) for _ in range(prove.steps)])
+    return out if world.groups.tp_dp_cp.rank() == 0 else None
+
+
+def _counted(micro_batches: Sequence[Batch]) -> Tensor:
+    """bool [M, T, B]."""
+    masks = [torch.zeros_like(b.tokens, dtype=torch.bool) if b.padding is None else b.padding for b in micro_batches]
+    return ~torch.stack(masks).transpose(1, 2)
+
+
+class Recorder(Callback):
+    """Fills a trace while a trainer runs."""
+
+    traffic: Traffic
+
+    def __init__(self, parts: Parts, world: World):
+        self.parts, self.world = parts, world
+        self.stage = unwrap(parts.model.module)
+        self.cards = k3.cards(self.stage)
+        self.watch = Watch(self.stage)
+        self.trace = Trace(processes=world.size)
+        self.loads: list[dict[str, Tensor]] = []
+
+    def gradients(self, trainer: Trainer) -> None:
+        if not self.trace.gradients:
+            with self.traffic.paused():
+                self.trace.gradients = gather.gradients(self.cards, self.parts.model.shards, self.world)
+
+    def step(self, trainer: Trainer, result: StepResult) -> None:
+        self.trace.losses.append(result.losses)
+        self.trace.grad_norms.append(result.report.grad_norm)
+        self.trace.skipped.append(result.report.skipped)
+        self.loads.append({b.name: b.load.clone() for b in k3.balancing(self.stage)})
+
+    def finish(self) -> Trace:
+        """Collective."""
+        t = self.trace
+        t.weights = gather.weights(self.cards, self.world)
+        t.drift = gather.drift(self.cards, self.world)
+        t.outputs = self.watch.whole_outputs()
+        steps = len(t.losses)
+        for name, (chosen, gaps) in self.watch.whole_routes().items():
+            t.chosen[name] = chosen.unflatten(0, (steps, -1)).to(torch.int16)
+            t.gaps[name] = gaps.unflatten(0, (steps, -1))
+        t.loads = {name: torch.stack([loads[name] for loads in self.loads]) for name in self.loads[0]}
+        t.traffic = self.traffic.of_all_ranks()
+        t.muon = {row.name for row in self.parts.optimizer.table.of(Optimizer.MUON)}
+        return t

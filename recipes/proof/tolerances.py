@@ -1,0 +1,70 @@
+"""How far a layout may be from the single process, in each precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from recipes.proof.compare import compare
+from recipes.proof.trace import Trace
+
+# norm-relative, by precision: loss and gradient norm, gradients and forward outputs, weights of Muon, weights of AdamW
+EXACT = {torch.float64: (1e-10, 1e-10, 1e-10, 1e-10), torch.float32: (1e-6, 1e-5, 1e-5, 1e-4)}
+# Router biases are quantiles of histograms: a score within rounding of a bin's edge is counted in the next bin.
+BIAS = {torch.float64: 1e-10, torch.float32: 1e-2}
+GAP = {torch.float64: 0.0, torch.float32: 1e-6}  # a selection gap below which rounding may route a token otherwise
+# A bfloat16 layout may differ from the bfloat16 process by this multiple of what that process differs from float64. Two results
+# with independent errors of equal size differ by sqrt(2) of it.
+MULTIPLE = 3.0
+ROUNDING = 2.0**-8  # of bfloat16, relative: what a quantity that happens to come out exact may differ by
+SUMMED = 1e-5  # likewise of a loss or gradient norm, sums of many roundings kept in float32
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    loss: float
+    grad_norm: float
+    gradients: dict[str, float]
+    weights: dict[str, float]
+    outputs: dict[str, float]
+    gap: float
+    routes: float  # share of routing decisions that may differ with wider gaps
+    derived: bool  # from a float64 run, and to be printed
+
+
+def exact(reference: Trace) -> Tolerances:
+    """For float64 and float32."""
+    dtype = next(iter(reference.outputs.values())).dtype
+    scalar, gradient, muon, adamw = EXACT[dtype]
+
+    def of_weight(name: str) -> float:
+        if name not in reference.gradients:
+            return BIAS[dtype]
+        return muon if name in reference.muon else adamw
+
+    return Tolerances(
+        loss=scalar,
+        grad_norm=scalar,
+        gradients=dict.fromkeys(reference.gradients, gradient),
+        weights={name: of_weight(name) for name in reference.weights},
+        outputs=dict.fromkeys(reference.outputs, gradient),
+        gap=GAP[dtype],
+        routes=0.0,
+        derived=False,
+    )
+
+
+def from_float64(reference: Trace, wide: Trace) -> Tolerances:
+    """For bfloat16: `MULTIPLE` of what the single process in bfloat16 (`reference`) differs from it in float64 (`wide`)."""
+    report = compare(wide, reference, exact(wide))
+    return Tolerances(
+        loss=MULTIPLE * max(SUMMED, *(d.error for d in report.losses)),
+        grad_norm=MULTIPLE * max(SUMMED, *(d.error for d in report.grad_norms)),
+        gradients={d.name: MULTIPLE * max(ROUNDING, d.error) for d in report.gradients},
+        weights={d.name: MULTIPLE * max(ROUNDING, d.error) for d in report.weights},
+        outputs={d.name: MULTIPLE * max(ROUNDING, d.error) for d in report.outputs},
+        gap=0.0,
+        routes=min(1.0, MULTIPLE * len(report.routes) / max(1, report.routed)),
+        derived=True,
+    )

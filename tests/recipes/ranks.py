@@ -1,0 +1,89 @@
+"""What tests have each of several ranks do (parallel.local forks them): a small run, undisturbed or with one thing gone wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import k3
+import parallel
+from k3 import hf
+from parallel.config import ParallelConfig
+from recipes import pretrain
+from recipes.compose import compose
+from recipes.trainer import Callback, StepResult, Trainer
+
+
+class Disturb(Callback):
+    """On rank 1, at one step: raises, is asked to stop, or has lost its losses in the next step."""
+
+    def __init__(self, how: str, at: int):
+        self.how, self.at = how, at
+
+    def step(self, trainer: Trainer, result: StepResult) -> None:
+        if trainer.objective.world.rank != 1 or result.step != self.at:
+            return
+        if self.how == "raise":
+            raise ArithmeticError("rank 1 has had enough")
+        if self.how == "signal":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if self.how == "nan":
+            share = trainer.objective.share
+            spoilt = lambda *values: tuple(x * torch.nan for x in share(*values))
+            object.__setattr__(trainer.objective, "share", spoilt)
+
+
+def hang_up(code: int, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+    """Ends as a rank does, but stays for a while after its connections have closed: the others have time to fail of that."""
+    for name in os.listdir("/proc/self/fd"):
+        path = Path("/proc/self/fd") / name
+        if path.is_symlink() and os.readlink(path).startswith("socket:"):
+            with contextlib.suppress(OSError):
+                connection = socket.socket(fileno=os.dup(int(name)))
+                connection.getpeername()  # raises for one that listens: gloo would abort the process
+                connection.shutdown(socket.SHUT_RDWR)
+    time.sleep(5)
+    leave(code)
+
+
+def train(words: list[str], said: str | None = None, disturb: tuple[str, int] | None = None) -> dict[str, Any]:
+    """`k3 pretrain words...` on this rank. Everything it prints goes to the end of the file `said`."""
+    if said is not None:
+        file = Path(said).open("a")
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    trained: list[Trainer] = []
+
+    def build(*args: Any, **kwargs: Any) -> Trainer:
+        trained.append(original(*args, **kwargs))
+        return trained[0]
+
+    original, pretrain.build = pretrain.build, build
+    if disturb is not None and disturb[0] == "raise":
+        os._exit = hang_up  # type: ignore[assignment]
+    if disturb is not None:
+        # in the place of the progress bar, which rank 1 does not have
+        pretrain.cb.on_first = lambda world, callback: Disturb(*disturb)
+    code = pretrain.pretrain(compose(words))
+    return {"code": code, "progress": trained[0].progress, "skipped": trained[0].optimizer.skipped_count}
+
+
+def export(folder: str) -> tuple[str, str]:
+    """What k3.hf says to a model cut over two tensor ranks: when it is saved, and when one is loaded into such a world."""
+    world = parallel.start(ParallelConfig(tp=2))
+    said = []
+    for act in (lambda: hf.save(k3.build(k3.preset("tiny"), world), Path(folder) / "hf"), lambda: hf.load(folder, world=world)):
+        try:
+            act()
+            said.append("")
+        except hf.CheckpointError as error:
+            said.append(str(error))
+    return said[0], said[1]
