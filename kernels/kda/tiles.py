@@ -9,8 +9,13 @@ halves anchored at their border, so that no exponent there is positive. On the d
   pairwise (softplus gate): exp(G_i - G_j) for each pair, the difference summed directly and at most 0.
 All anchors precede the row they serve: later tokens cannot change an earlier result, not even in its rounding.
 
-Gradients use that every exponent enters as q_i k_j exp(G_i - G_j): dG_i = q_i dq_i + k_i (dk_i as a row - dk_i as a column), with
-nothing left of the anchors except the chunk's end.
+Gradients of g: per channel, what passes from token j to token i passes as exp(G_i - G_j) and belongs to every g_t with j < t <= i.
+With R_i = q_i dq_i + k_i dk_i (as a row) and E_j = k_j dk_j (as a column), dg_t is the sum over i >= t of R_i - E_i, but that
+difference cancels nearly everything between tokens on the same side of t. So each product is summed by itself, on the side of its
+anchor where nothing cancels:
+  the chunk, from and to the states around it: R_i over i >= t, E_j over j < t, decay in full
+  two halves, anchored at their border: R_i over i >= t for t in the second, E_j over j < t for t in the first
+  the diagonal tile: dense takes R_i - E_i, within 16 tokens and without the pair i = j; pairwise the pairs j < t <= i themselves
 
 Shapes: P chunks (of all heads and rows), C tokens in a chunk, n tiles, m tokens in a tile or half, K channels of keys.
 """
@@ -91,26 +96,32 @@ def backward(
 
     `d_a_q` and `d_a_k` must be zero above (and for `d_a_k` on) the diagonal.
     """
-    count, size, _ = tiles.q.shape
-    # the chunk's end is an anchor of its own: ends and decay depend on G_last
-    d_last = (tiles.ends * d_ends).sum(1).addcmul_(tiles.decay, d_decay)
+    # what the rows and the ends of a token passed on, of all products that reach beyond the part at hand (at last, a tile)
+    from_rows = torch.mul(tiles.rows_q, d_rows_q).addcmul_(tiles.rows_k, d_rows_k)
+    from_ends = tiles.ends * d_ends
+    across = tiles.decay * d_decay  # [parts, K]: of what passes over a whole part
     for level in reversed(tiles.levels):
         half = level.half
+        # what reaches the second half from before this part passes over the first, and the other way round
+        over = torch.stack([_half(from_rows, half, 1).sum(1), _half(from_ends, half, 0).sum(1)], 1)
+        across = over.add_(across[:, None]).flatten(0, 1)
         for d_rows in (d_rows_q, d_rows_k):
             _view(d_rows, half).mul_(level.row_factor)
         _view(d_ends, half).mul_(level.end_factor)
         d_q, d_k = (off_diagonal_blocks(d, half).reshape(-1, half, half) for d in (d_a_q, d_a_k))
-        _half(d_rows_q, half, 1).add_(torch.bmm(d_q, level.ends))
-        _half(d_rows_k, half, 1).add_(torch.bmm(d_k, level.ends))
-        keys = torch.bmm(d_q.transpose(1, 2), level.rows_q)
-        _half(d_ends, half, 0).add_(keys.baddbmm_(d_k.transpose(1, 2), level.rows_k))
+        joins = (
+            (d_rows_q, from_rows, 1, level.rows_q, torch.bmm(d_q, level.ends)),
+            (d_rows_k, from_rows, 1, level.rows_k, torch.bmm(d_k, level.ends)),
+            (d_ends, from_ends, 0, level.ends,
+             torch.bmm(d_q.transpose(1, 2), level.rows_q).baddbmm_(d_k.transpose(1, 2), level.rows_k)),
+        )  # fmt: skip
+        for d, passed, which, x, d_x in joins:
+            _half(d, half, which).add_(d_x)
+            _half(passed, half, which).addcmul_(x, d_x)
     blocks = (diagonal_blocks(d, TILE).reshape(-1, TILE, TILE) for d in (d_a_q, d_a_k))
-    dq, dk_row, dk_column = tiles.diagonal.backward(d_rows_q, d_rows_k, d_ends, *blocks)
-    d_log = torch.mul(tiles.q, dq).addcmul_(tiles.k, dk_row).addcmul_(tiles.k, dk_column, value=-1)
-    d_log[:, -1] += d_last
-    # every G_i with i >= t holds g_t
-    later = ones_below(size, tiles.q).T.expand(count, size, size)
-    return dq, dk_row.add_(dk_column), torch.bmm(later, d_log)
+    dq, dk, dg = tiles.diagonal.backward(d_rows_q, d_rows_k, d_ends, *blocks)
+    dg.baddbmm_(_later(dg), from_rows.view_as(dg)).baddbmm_(_earlier(dg), from_ends.view_as(dg)).add_(across[:, None])
+    return dq.view_as(tiles.q), dk.view_as(tiles.q), dg.view_as(tiles.q)
 
 
 class Dense:
@@ -119,6 +130,7 @@ class Dense:
     def __init__(self, q: Tensor, k: Tensor, g: Tensor):
         size, width = q.shape[1], q.shape[2]
         flat = (-1, TILE, width)
+        self._q, self._k = q.view(flat), k.view(flat)
         # running sums of g in units of log 2, by a product: exp2 is far cheaper than exp on a CPU
         sums = torch.bmm((ones_below(TILE, g) * LOG2_E).expand(g.shape[0] * size // TILE, TILE, TILE), g.view(flat))
         self.factor = sums.exp2_()  # [P n, m, K]
@@ -136,13 +148,21 @@ class Dense:
     def backward(
         self, d_rows_q: Tensor, d_rows_k: Tensor, d_ends: Tensor, d_a_q: Tensor, d_a_k: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, and dg of the products in the tile), [P n, m, K]."""
         flat = self.factor.shape
+        # a token's product with itself does not decay: aside, it adds no rounding to dg
+        alone = d_a_q.diagonal(dim1=1, dim2=2).unsqueeze(2).clone()
+        d_a_q.diagonal(dim1=1, dim2=2).zero_()
         up = self.factor * SHIFT
         d_keys = torch.bmm((d_a_q * SHIFT).transpose(1, 2), self._tile_q).baddbmm_((d_a_k * SHIFT).transpose(1, 2), self._tile_k)
-        d_keys.addcmul_(d_ends.view(flat), self.last * SHIFT)
-        dq = d_rows_q.view(flat).baddbmm_(d_a_q / SHIFT, self.inverse, beta=1 / SHIFT).mul_(up)
-        dk = d_rows_k.view(flat).baddbmm_(d_a_k / SHIFT, self.inverse, beta=1 / SHIFT).mul_(up)
-        return dq.view_as(d_rows_q), dk.view_as(d_rows_q), d_keys.div_(up).view_as(d_rows_q)
+        dq, dk = torch.bmm(d_a_q / SHIFT, self.inverse), torch.bmm(d_a_k / SHIFT, self.inverse)
+        # value goes to the first factor: the second is near the ends of float32's range
+        passed = torch.mul(self._tile_q * SHIFT, dq).addcmul_(self._tile_k, dk, value=SHIFT)
+        passed.addcmul_(self.inverse, d_keys, value=-1 / SHIFT)
+        dq.add_(d_rows_q.view(flat), alpha=1 / SHIFT).mul_(up).addcmul_(alone, self._k)
+        dk.add_(d_rows_k.view(flat), alpha=1 / SHIFT).mul_(up).addcmul_(alone, self._q)
+        d_keys.addcmul_(d_ends.view(flat), self.last * SHIFT).div_(up)
+        return dq, dk.add_(d_keys), torch.bmm(_later(passed), passed)
 
 
 class Pairwise:
@@ -172,13 +192,28 @@ class Pairwise:
         dq = (d_a_q[:, :, None] @ self.keys).squeeze(2).addcmul_(d_rows_q.view(flat), self.factor)
         dk = (d_a_k[:, :, None] @ self.keys).squeeze(2).addcmul_(d_rows_k.view(flat), self.factor)
         rows = d_a_q[..., None] * self._q[:, :, None] + d_a_k[..., None] * self._k[:, :, None]
-        d_keys = rows.mul_(self.pairs).sum(1).addcmul_(d_ends.view(flat), self.to_end)
-        return dq.view_as(d_rows_q), dk.view_as(d_rows_q), d_keys.view_as(d_rows_q)
+        dk.add_(rows.mul_(self.pairs).sum(1)).addcmul_(d_ends.view(flat), self.to_end)
+        passed = rows.mul_(self._k[:, None]).flatten(1, 2)  # [P n, (i, j), K]
+        # [t, (i, j)]: the pairs j < t <= i
+        between = (_later(dq)[0, :, :, None] * _earlier(dq)[0, :, None]).flatten(1)
+        return dq, dk, between @ passed
 
 
 def ones_below(size: int, like: Tensor, *, diagonal: int = 0) -> Tensor:
     """Ones on and below a diagonal, [size, size], of `like`'s dtype and device."""
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril(diagonal)
+
+
+def _later(x: Tensor) -> Tensor:
+    """What sums x [N, m, K] over i >= t when multiplied with it, [N, m, m]."""
+    count, size, _ = x.shape
+    return ones_below(size, x).T.expand(count, size, size)
+
+
+def _earlier(x: Tensor) -> Tensor:
+    """As `_later`, over j < t."""
+    count, size, _ = x.shape
+    return ones_below(size, x, diagonal=-1).expand(count, size, size)
 
 
 def _view(x: Tensor, half: int) -> Tensor:

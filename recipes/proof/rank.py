@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from recipes.trainer import Callback, StepResult, Trainer
 DTYPES = {ProofDType.float64: torch.float64, ProofDType.float32: torch.float32, ProofDType.bfloat16: torch.bfloat16}
 
 
-def on_rank(cfg: Config) -> Trace | None:
+def on_rank(cfg: Config, traffic: bool = True) -> Trace | None:
     """On every rank: the whole trace of its stage on the first rank of each pipeline stage, None on the others."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     prove = cfg.prove
@@ -40,8 +41,9 @@ def on_rank(cfg: Config) -> Trace | None:
     stream = Batches(prove, cfg.model.vocab_size, horizon, rank=world.data_rank, of=world.data_size)
     recorder = Recorder(parts, world)
     trainer = Trainer(parts.model, parts.optimizer, stream, parts.objective, callbacks=[recorder])
-    with Traffic(world) as recorder.traffic:
-        trainer.run(1)
+    if traffic:
+        with Traffic(world) as recorder.traffic:
+            trainer.run(1)
     trainer.run(prove.steps)
     out = recorder.finish()
     everything = Batches(prove, cfg.model.vocab_size, horizon)
@@ -58,8 +60,6 @@ def _counted(micro_batches: Sequence[Batch]) -> Tensor:
 class Recorder(Callback):
     """Fills a trace while a trainer runs."""
 
-    traffic: Traffic
-
     def __init__(self, parts: Parts, world: World):
         self.parts, self.world = parts, world
         self.stage = unwrap(parts.model.module)
@@ -67,10 +67,11 @@ class Recorder(Callback):
         self.watch = Watch(self.stage)
         self.trace = Trace(processes=world.size)
         self.loads: list[dict[str, Tensor]] = []
+        self.traffic: Traffic | None = None
 
     def gradients(self, trainer: Trainer) -> None:
         if not self.trace.gradients:
-            with self.traffic.paused():
+            with nullcontext() if self.traffic is None else self.traffic.paused():
                 self.trace.gradients = gather.gradients(self.cards, self.parts.model.shards, self.world)
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
@@ -90,6 +91,6 @@ class Recorder(Callback):
             t.chosen[name] = chosen.unflatten(0, (steps, -1)).to(torch.int16)
             t.gaps[name] = gaps.unflatten(0, (steps, -1))
         t.loads = {name: torch.stack([loads[name] for loads in self.loads]) for name in self.loads[0]}
-        t.traffic = self.traffic.of_all_ranks()
+        t.traffic = {} if self.traffic is None else self.traffic.of_all_ranks()
         t.muon = {row.name for row in self.parts.optimizer.table.of(Optimizer.MUON)}
         return t

@@ -45,9 +45,13 @@ def single(cfg: Config) -> Config:
     return dataclasses.replace(cfg, parallel=ParallelConfig(dp=1))
 
 
-def trace(cfg: Config, helper: Helper, timeout: float = TIMEOUT) -> Trace:
-    """The trace of `cfg`'s layout (its sections model, optim, parallel and prove). Raises RankError where it fails."""
-    return merge([t for t in helper.run_ranks(ON_RANK, world_size(cfg.parallel), cfg, timeout=timeout) if t is not None])
+def trace(cfg: Config, helper: Helper, *, traffic: bool = True) -> Trace:
+    """The trace of `cfg`'s layout (its sections model, optim, parallel and prove). Raises RankError where it fails.
+
+    traffic: count bytes in the first step, which slows it down.
+    """
+    ranks = helper.run_ranks(ON_RANK, world_size(cfg.parallel), cfg, traffic, timeout=TIMEOUT)
+    return merge([t for t in ranks if t is not None])
 
 
 def merge(stages: Sequence[Trace]) -> Trace:

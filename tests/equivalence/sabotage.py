@@ -27,7 +27,7 @@ from recipes.proof.trace import Trace
 def broken(how: str, cfg: Config) -> Trace | None:
     """As `recipes.proof.rank.on_rank`, on a rank where `how` (a function of this file) has been done."""
     globals()[how]()
-    return on_rank(cfg)
+    return on_rank(cfg, traffic=False)
 
 
 def _around(owner: Any, name: str, change: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ from k3.presets import PRESETS
 from optim.config import OptimizerName
 from parallel.config import ParallelConfig, data_parallel_size
 from recipes.compose import CONFIG_FILE, compose, load_resolved, save_resolved
-from recipes.config import Config, Precision, leaves
+from recipes.config import JOBS, Config, Precision, leaves
 from recipes.errors import UserError, nearest, shown
 from recipes.help import keys
 
@@ -95,7 +95,9 @@ def test_the_names_that_users_type():
         ("run.dir=${oc.env:K3_NO_SUCH_VARIABLE}", "K3_NO_SUCH_VARIABLE"),
         ("model.kda.lower_bound=-7", "must lie in [-5, 0)"),
         ("model.moe.top_k=32", "top_k=32"),
-        ("parallel.tp=2", "parallel.tp=2"),
+        ("parallel.pp=2", "parallel.pp=2"),
+        ("parallel.tp=3", "parallel.tp=3: must divide model.kda.heads = 2"),
+        ("parallel=tensr", "tensor"),
         ("parallel.sp=true", "parallel.sp=true"),
         ("qat=mxfp4", "give qat=none"),
         ("data.micro_batch_size=3", "multiple of data.micro_batch_size"),
@@ -126,8 +128,8 @@ def test_low_precision_is_refused_not_ignored(name: str):
 
 
 def test_all_refusals_come_in_one_message():
-    lines = refusal("model.kda.lower_bound=-7", "qat=mxfp4", "run.steps=0", "parallel.cp=4", "data.seed=-1").splitlines()
-    assert [line.split("=")[0] for line in lines] == ["model.kda.lower_bound", "parallel.cp", "data.seed", "qat", "run.steps"]
+    lines = refusal("model.kda.lower_bound=-7", "qat=mxfp4", "run.steps=0", "parallel.vpp=4", "data.seed=-1").splitlines()
+    assert [line.split("=")[0] for line in lines] == ["model.kda.lower_bound", "parallel.vpp", "data.seed", "qat", "run.steps"]
 
 
 @pytest.mark.parametrize(
@@ -191,13 +193,13 @@ def test_two_runs_of_one_second_get_two_folders(tmp_path: Path, monkeypatch: pyt
 
 
 def test_every_key_can_be_typed_and_is_in_the_help():
-    table, words = keys(), []
-    for key, value in leaves(Config()):
-        assert f"\n  {key}=" in table, key
-        words.append(f"{key}='{value}'" if isinstance(value, str) else f"{key}={shown(value)}")
-    typed, default = compose(words), compose()
-    default.run.dir = typed.run.dir
-    assert typed == default
+    for job, sections in JOBS.items():
+        table, words, default = keys(sections), [], compose([], job)
+        for key, value in leaves(default):
+            if key.split(".")[0] in sections:
+                assert f"\n  {key}=" in table, key
+                words.append(f"{key}='{value}'" if isinstance(value, str) else f"{key}={shown(value)}")
+        assert compose(words, job) == default
 
 
 def test_the_help_shows_types_defaults_and_comments():
