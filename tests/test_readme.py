@@ -11,6 +11,7 @@ import pytest
 
 from recipes import cli
 from recipes.compose import compose
+from recipes.prove import check
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -38,6 +39,11 @@ def test_pretrain_commands_are_taken(command: str, capsys: pytest.CaptureFixture
         assert cli.main(["pretrain", *words]) == 0
     else:
         compose(words)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS + INLINE if c.startswith("k3 prove ")])
+def test_prove_commands_are_taken(command: str) -> None:
+    check(compose(shlex.split(command)[2:], job="prove"))
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS + INLINE if not c.startswith(("k3 pretrain", "make "))])
