@@ -26,7 +26,7 @@ from recipes import callbacks as cb
 from recipes import processes
 from recipes.assemble import assemble
 from recipes.callbacks.checkpoints import restore
-from recipes.config import Config, Precision
+from recipes.config import JOBS, Config, Precision
 from recipes.console import console, say
 from recipes.errors import UserError
 from recipes.interrupts import Interrupts
@@ -192,7 +192,8 @@ def position(folder: RunFolder, data_key: str) -> int:
 
 def plain(cfg: Config) -> dict[str, Any]:
     """The configuration as a dashboard takes it: enums by name."""
-    return OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)  # type: ignore[return-value]
+    read = OmegaConf.masked_copy(OmegaConf.structured(cfg), list(JOBS["pretrain"]))
+    return OmegaConf.to_container(read, enum_to_str=True)  # type: ignore[return-value]
 
 
 def show_logs() -> None:
