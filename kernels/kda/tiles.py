@@ -9,13 +9,14 @@ halves anchored at their border, so that no exponent there is positive. On the d
   pairwise (softplus gate): exp(G_i - G_j) for each pair, the difference summed directly and at most 0.
 All anchors precede the row they serve: later tokens cannot change an earlier result, not even in its rounding.
 
-Gradients of g: per channel, what passes from token j to token i passes as exp(G_i - G_j) and belongs to every g_t with j < t <= i.
-With R_i = q_i dq_i + k_i dk_i (as a row) and E_j = k_j dk_j (as a column), dg_t is the sum over i >= t of R_i - E_i, but that
-difference cancels nearly everything between tokens on the same side of t. So each product is summed by itself, on the side of its
-anchor where nothing cancels:
-  the chunk, from and to the states around it: R_i over i >= t, E_j over j < t, decay in full
-  two halves, anchored at their border: R_i over i >= t for t in the second, E_j over j < t for t in the first
-  the diagonal tile: dense takes R_i - E_i, within 16 tokens and without the pair i = j; pairwise the pairs j < t <= i themselves
+Gradients of g: exp(G_i - G_j) holds every g_t with j < t <= i. With dG_i = q_i dq_i + k_i (dk_i as a row - dk_i as a column),
+dg_t would be the sum of dG_i over i >= t, but there the pairs on one side of t cancel and take most digits with them (with strong
+decay nearly all: the pairs i = j dominate). So the backward pass follows the anchors. Where two halves are joined, rows of the
+second are decayed by the first's whole sum of g, and ends of the first by the second's. With d_sum the gradient of a part's sum,
+    d_sum(first) = d_sum(joined) + what rows d_rows sums to over the second half
+    d_sum(second) = d_sum(joined) + what ends d_ends sums to over the first half
+and in a tile rows pass to the g_t with t <= i, ends to those with t > j. Of the pairs in one tile, dense takes the cancelling sum
+without those of i = j, over 16 tokens at most; pairwise sums each product with j < t <= i.
 
 Shapes: P chunks (of all heads and rows), C tokens in a chunk, n tiles, m tokens in a tile or half, K channels of keys.
 """
@@ -96,31 +97,24 @@ def backward(
 
     `d_a_q` and `d_a_k` must be zero above (and for `d_a_k` on) the diagonal.
     """
-    # what the rows and the ends of a token passed on, of all products that reach beyond the part at hand (at last, a tile)
-    from_rows = torch.mul(tiles.rows_q, d_rows_q).addcmul_(tiles.rows_k, d_rows_k)
-    from_ends = tiles.ends * d_ends
-    across = tiles.decay * d_decay  # [parts, K]: of what passes over a whole part
+    d_sum = tiles.decay * d_decay  # [parts, K]: the gradient of a part's sum of g; parts are the chunks, at last the tiles
     for level in reversed(tiles.levels):
         half = level.half
-        # what reaches the second half from before this part passes over the first, and the other way round
-        over = torch.stack([_half(from_rows, half, 1).sum(1), _half(from_ends, half, 0).sum(1)], 1)
-        across = over.add_(across[:, None]).flatten(0, 1)
         for d_rows in (d_rows_q, d_rows_k):
             _view(d_rows, half).mul_(level.row_factor)
         _view(d_ends, half).mul_(level.end_factor)
+        second_q, second_k, first = _half(d_rows_q, half, 1), _half(d_rows_k, half, 1), _half(d_ends, half, 0)
+        over_first = torch.mul(level.rows_q, second_q).addcmul_(level.rows_k, second_k).sum(1)
+        over_second = torch.mul(level.ends, first).sum(1)
+        d_sum = torch.stack([over_first, over_second], 1).add_(d_sum[:, None]).flatten(0, 1)
         d_q, d_k = (off_diagonal_blocks(d, half).reshape(-1, half, half) for d in (d_a_q, d_a_k))
-        joins = (
-            (d_rows_q, from_rows, 1, level.rows_q, torch.bmm(d_q, level.ends)),
-            (d_rows_k, from_rows, 1, level.rows_k, torch.bmm(d_k, level.ends)),
-            (d_ends, from_ends, 0, level.ends,
-             torch.bmm(d_q.transpose(1, 2), level.rows_q).baddbmm_(d_k.transpose(1, 2), level.rows_k)),
-        )  # fmt: skip
-        for d, passed, which, x, d_x in joins:
-            _half(d, half, which).add_(d_x)
-            _half(passed, half, which).addcmul_(x, d_x)
-    blocks = (diagonal_blocks(d, TILE).reshape(-1, TILE, TILE) for d in (d_a_q, d_a_k))
-    dq, dk, dg = tiles.diagonal.backward(d_rows_q, d_rows_k, d_ends, *blocks)
-    dg.baddbmm_(_later(dg), from_rows.view_as(dg)).baddbmm_(_earlier(dg), from_ends.view_as(dg)).add_(across[:, None])
+        second_q.add_(torch.bmm(d_q, level.ends))
+        second_k.add_(torch.bmm(d_k, level.ends))
+        first.add_(torch.bmm(d_q.transpose(1, 2), level.rows_q).baddbmm_(d_k.transpose(1, 2), level.rows_k))
+    flat = (-1, TILE, tiles.q.shape[2])
+    d_rows_q, d_rows_k, d_ends = (d.view(flat) for d in (d_rows_q, d_rows_k, d_ends))
+    d_a_q, d_a_k = (diagonal_blocks(d, TILE).reshape(-1, TILE, TILE) for d in (d_a_q, d_a_k))
+    dq, dk, dg = tiles.diagonal.backward(d_rows_q, d_rows_k, d_ends, d_sum, d_a_q, d_a_k)
     return dq.view_as(tiles.q), dk.view_as(tiles.q), dg.view_as(tiles.q)
 
 
@@ -135,8 +129,8 @@ class Dense:
         sums = torch.bmm((ones_below(TILE, g) * LOG2_E).expand(g.shape[0] * size // TILE, TILE, TILE), g.view(flat))
         self.factor = sums.exp2_()  # [P n, m, K]
         self.last = self.factor[:, -1:]
-        self.inverse = k.view(flat) / self.factor
-        self.rows_q, self.rows_k = (torch.mul(x.view(flat), self.factor) for x in (q, k))
+        self.inverse = self._k / self.factor
+        self.rows_q, self.rows_k = (torch.mul(x, self.factor) for x in (self._q, self._k))
         keys = self.inverse.transpose(1, 2)
         self.a_q = torch.bmm(self.rows_q, keys).mul_(ones_below(TILE, q)).view(q.shape[0], -1, TILE, TILE)
         self.a_k = torch.bmm(self.rows_k, keys).mul_(ones_below(TILE, q, diagonal=-1)).view_as(self.a_q)
@@ -146,23 +140,21 @@ class Dense:
         self.decay = self.last.reshape(q.shape[0], -1, width)
 
     def backward(
-        self, d_rows_q: Tensor, d_rows_k: Tensor, d_ends: Tensor, d_a_q: Tensor, d_a_k: Tensor
+        self, d_rows_q: Tensor, d_rows_k: Tensor, d_ends: Tensor, d_sum: Tensor, d_a_q: Tensor, d_a_k: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, and dg of the products in the tile), [P n, m, K]."""
-        flat = self.factor.shape
-        # a token's product with itself does not decay: aside, it adds no rounding to dg
-        alone = d_a_q.diagonal(dim1=1, dim2=2).unsqueeze(2).clone()
+        """(dq, dk, dg), each [P n, m, K] as d_rows and d_ends; d_sum [P n, K], d_a [P n, m, m]. Overwrites its arguments."""
+        alone = d_a_q.diagonal(dim1=1, dim2=2).unsqueeze(2).clone()  # a token with itself: no decay, it would only round dg
         d_a_q.diagonal(dim1=1, dim2=2).zero_()
         up = self.factor * SHIFT
         d_keys = torch.bmm((d_a_q * SHIFT).transpose(1, 2), self._tile_q).baddbmm_((d_a_k * SHIFT).transpose(1, 2), self._tile_k)
-        dq, dk = torch.bmm(d_a_q / SHIFT, self.inverse), torch.bmm(d_a_k / SHIFT, self.inverse)
-        # value goes to the first factor: the second is near the ends of float32's range
-        passed = torch.mul(self._tile_q * SHIFT, dq).addcmul_(self._tile_k, dk, value=SHIFT)
-        passed.addcmul_(self.inverse, d_keys, value=-1 / SHIFT)
-        dq.add_(d_rows_q.view(flat), alpha=1 / SHIFT).mul_(up).addcmul_(alone, self._k)
-        dk.add_(d_rows_k.view(flat), alpha=1 / SHIFT).mul_(up).addcmul_(alone, self._q)
-        d_keys.addcmul_(d_ends.view(flat), self.last * SHIFT).div_(up)
-        return dq, dk.add_(d_keys), torch.bmm(_later(passed), passed)
+        dq = d_rows_q.baddbmm_(d_a_q / SHIFT, self.inverse, beta=1 / SHIFT).mul_(up)
+        dk = d_rows_k.baddbmm_(d_a_k / SHIFT, self.inverse, beta=1 / SHIFT).mul_(up)
+        passed = torch.mul(self._q, dq).addcmul_(self._k, dk).addcmul_(self.inverse, d_keys, value=-1 / SHIFT)
+        passed[:, -1] += d_sum
+        dq.addcmul_(alone, self._k)
+        dk.addcmul_(alone, self._q)
+        dk.add_(d_keys.addcmul_(d_ends, self.last * SHIFT).div_(up))
+        return dq, dk, torch.bmm(_later(passed), passed).baddbmm_(_earlier(passed), d_ends.mul_(self.ends.view_as(d_ends)))
 
 
 class Pairwise:
@@ -186,17 +178,19 @@ class Pairwise:
         self.decay = self.factor[:, -1].reshape(q.shape[0], -1, width)
 
     def backward(
-        self, d_rows_q: Tensor, d_rows_k: Tensor, d_ends: Tensor, d_a_q: Tensor, d_a_k: Tensor
+        self, d_rows_q: Tensor, d_rows_k: Tensor, d_ends: Tensor, d_sum: Tensor, d_a_q: Tensor, d_a_k: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        flat = self.factor.shape
-        dq = (d_a_q[:, :, None] @ self.keys).squeeze(2).addcmul_(d_rows_q.view(flat), self.factor)
-        dk = (d_a_k[:, :, None] @ self.keys).squeeze(2).addcmul_(d_rows_k.view(flat), self.factor)
+        """As `Dense.backward`."""
+        dq = (d_a_q[:, :, None] @ self.keys).squeeze(2).addcmul_(d_rows_q, self.factor)
+        dk = (d_a_k[:, :, None] @ self.keys).squeeze(2).addcmul_(d_rows_k, self.factor)
         rows = d_a_q[..., None] * self._q[:, :, None] + d_a_k[..., None] * self._k[:, :, None]
-        dk.add_(rows.mul_(self.pairs).sum(1)).addcmul_(d_ends.view(flat), self.to_end)
-        passed = rows.mul_(self._k[:, None]).flatten(1, 2)  # [P n, (i, j), K]
-        # [t, (i, j)]: the pairs j < t <= i
-        between = (_later(dq)[0, :, :, None] * _earlier(dq)[0, :, None]).flatten(1)
-        return dq, dk, between @ passed
+        dk.add_(rows.mul_(self.pairs).sum(1)).addcmul_(d_ends, self.to_end)
+        later, earlier = _later(dq), _earlier(dq)
+        between = (later[0, :, :, None] * earlier[0, :, None]).flatten(1)  # [t, (i, j)]: 1 for j < t <= i
+        dg = between @ rows.mul_(self._k[:, None]).flatten(1, 2)
+        from_start = d_rows_q.mul_(self._q).addcmul_(d_rows_k, self._k).mul_(self.factor)
+        from_start[:, -1] += d_sum
+        return dq, dk, dg.baddbmm_(later, from_start).baddbmm_(earlier, d_ends.mul_(self._k).mul_(self.to_end))
 
 
 def ones_below(size: int, like: Tensor, *, diagonal: int = 0) -> Tensor:
@@ -205,13 +199,13 @@ def ones_below(size: int, like: Tensor, *, diagonal: int = 0) -> Tensor:
 
 
 def _later(x: Tensor) -> Tensor:
-    """What sums x [N, m, K] over i >= t when multiplied with it, [N, m, m]."""
+    """The matrices [N, m, m] that take x [N, m, K] to its sums over i >= t, for each t."""
     count, size, _ = x.shape
     return ones_below(size, x).T.expand(count, size, size)
 
 
 def _earlier(x: Tensor) -> Tensor:
-    """As `_later`, over j < t."""
+    """As `_later`, for the sum over j < t."""
     count, size, _ = x.shape
     return ones_below(size, x, diagonal=-1).expand(count, size, size)
 

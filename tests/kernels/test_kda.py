@@ -221,6 +221,20 @@ def test_softplus_keeps_its_precision_after_strong_decay_in_float32() -> None:
     assert_close(run({n: t.float() for n, t in inputs.items()}, gate="softplus", backend="chunked"), want, 3e-5)
 
 
+@pytest.mark.parametrize(
+    ("gate", "bias", "limit"),
+    [("bounded", -3.0, 6e-7), ("bounded", 0.0, 1.5e-6), ("bounded", 2.0, 2e-6), ("softplus", 0.0, 6e-7), ("softplus", 2.0, 6e-7)],
+)
+def test_gradients_of_the_decay_lose_no_digits_in_float32(gate: str, bias: float, limit: float) -> None:
+    """Summed over the chunk as q dq + k dk_row - k dk_column, d_dt_bias would be 2, 13, 80, 5 and 26 times the limit."""
+    single = draw(2, 150, 16, 16, 16, dtype=F32)
+    single["z"], single["dt_bias"] = 0.1 * single["z"], 0.5 * single["dt_bias"] + bias
+    want = run({n: t.double() for n, t in single.items()}, gate=gate, backend="recurrent")
+    got = run(single, gate=gate, backend="chunked")
+    errors = {n: ((got[n].double() - t).norm() / t.norm()).item() for n, t in want.items()}
+    assert max(errors.values()) < limit, errors
+
+
 def test_strides_do_not_matter() -> None:
     inputs = draw(2, 70, 3, 16, 16, state=True, dtype=F32)
     views = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in inputs.items() if t.dim() > 2}
