@@ -96,7 +96,8 @@ def test_loss_and_every_gradient(dtype: torch.dtype) -> None:
     loss.backward()
     assert loss.item() == pytest.approx(want["loss"].item(), abs=1e-5 if dtype == torch.float32 else 1e-7)
     got = published(m, {n: p.grad for n, p in m.named_parameters() if p.grad is not None})
-    assert set(got) == set(grads)
+    # what nobody reads (the first layer mixes nothing) is not in the vectors; here it has a gradient of zeros
+    assert {n for n, g in got.items() if n in grads or g.any()} == set(grads)
     bound = 5e-4 if dtype == torch.float32 else 1e-6
     wrong = {n: e for n in grads if (e := relative_error(got[n], grads[n])) > bound}
     assert not wrong
