@@ -16,7 +16,6 @@ from torch import nn
 
 from parallel import checkpoint
 from parallel.checkpoint import CheckpointError
-from parallel.local import Helper
 from parallel.states import ModuleState, RandomState
 from tests.parallel.checkpoint_ranks import Bag
 
@@ -155,12 +154,6 @@ def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint(tmp_path
     checkpoint.load(checkpoint.latest(tmp_path), {"a": bag})
     assert bag.tensors["x"][0] == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_1", "step_2"]
-
-
-@pytest.fixture(scope="module")
-def helper():
-    with Helper() as helper:
-        yield helper
 
 
 def test_each_rank_has_its_own_files_and_gets_them_back(tmp_path, helper):

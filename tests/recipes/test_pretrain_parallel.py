@@ -40,12 +40,6 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def helper():
-    with Helper() as helper:
-        yield helper
-
-
-@pytest.fixture(scope="module")
 def single(home):
     """The run in one process."""
     code, folder = do(home, "single", *SHORT)
@@ -109,6 +103,7 @@ def test_the_command_computes_what_one_process_does_and_a_stopped_run_continues_
     same_state(folder / f"checkpoints/step_{STEPS}", whole / f"checkpoints/step_{STEPS}")
 
 
+@pytest.mark.slow
 def test_tensor_parallel_continues_bit_for_bit(home, helper, single):
     done, whole = run(helper, home, "tensor", *TENSOR, "checkpoint.every=2")
     assert [d["code"] for d in done] == [0, 0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -208,12 +207,6 @@ def test_stages_merge_by_name() -> None:
 
 
 # whole proofs
-
-
-@pytest.fixture(scope="module")
-def helper() -> Iterator[Helper]:
-    with Helper() as running:
-        yield running
 
 
 def small(*words: str) -> Config:
