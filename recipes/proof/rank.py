@@ -12,7 +12,10 @@ from torch import Tensor
 import k3
 import parallel
 from data.batch import Batch
+from k3.balance import Balancer
+from k3.config import Balance
 from k3.construct import unwrap
+from kernels.quantile import limits
 from parallel.cards import Optimizer
 from parallel.traffic import Traffic
 from parallel.world import World
@@ -57,6 +60,14 @@ def _counted(micro_batches: Sequence[Batch]) -> Tensor:
     return ~torch.stack(masks).transpose(1, 2)
 
 
+def _bin(balancer: Balancer) -> float:
+    """Width of a bin of the next step's histogram; of the fixed step where there is none."""
+    if balancer.mode is not Balance.quantile:
+        return balancer.bias_step if balancer.mode is Balance.bias else 0.0
+    low, high = limits(balancer.bias)
+    return float(high - low) / balancer.bins
+
+
 class Recorder(Callback):
     """Fills a trace while a trainer runs."""
 
@@ -92,5 +103,6 @@ class Recorder(Callback):
             t.gaps[name] = gaps.unflatten(0, (steps, -1))
         t.loads = {name: torch.stack([loads[name] for loads in self.loads]) for name in self.loads[0]}
         t.traffic = {} if self.traffic is None else self.traffic.of_all_ranks()
+        t.bins = {f"{b.name}.feed_forward.router.balancer.bias": _bin(b) for b in k3.balancing(self.stage)}
         t.muon = {row.name for row in self.parts.optimizer.table.of(Optimizer.MUON)}
         return t

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,6 @@ from recipes.proof.trace import Trace
 
 # norm-relative, by precision: loss and gradient norm, gradients and forward outputs, weights of Muon, weights of AdamW
 EXACT = {torch.float64: (1e-10, 1e-10, 1e-10, 1e-10), torch.float32: (1e-6, 1e-5, 1e-5, 1e-4)}
-# Router biases are quantiles of histograms: a score within rounding of a bin's edge is counted in the next bin.
-BIAS = {torch.float64: 1e-10, torch.float32: 1e-2}
 GAP = {torch.float64: 0.0, torch.float32: 1e-6}  # a selection gap below which rounding may route a token otherwise
 # A bfloat16 layout may differ from the bfloat16 process by this multiple of what that process differs from float64. Two results
 # with independent errors of equal size differ by sqrt(2) of it.
@@ -39,9 +38,14 @@ def exact(reference: Trace) -> Tolerances:
     scalar, gradient, muon, adamw = EXACT[dtype]
 
     def of_weight(name: str) -> float:
-        if name not in reference.gradients:
-            return BIAS[dtype]
-        return muon if name in reference.muon else adamw
+        if name in reference.gradients:
+            return muon if name in reference.muon else adamw
+        if dtype == torch.float64:
+            return adamw
+        # A router bias is a quantile of a histogram: a score within rounding of a bin's edge is counted in the next bin, which
+        # moves the quantile by at most a bin.
+        bias = reference.weights[name].double()
+        return reference.bins.get(name, 0.0) * math.sqrt(bias.numel()) / max(float(bias.norm()), 1e-30)
 
     return Tolerances(
         loss=scalar,

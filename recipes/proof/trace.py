@@ -30,6 +30,7 @@ class Trace:
     skipped: list[bool] = field(default_factory=list)  # by step
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step, by parameter
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step, router biases included
+    bins: dict[str, float] = field(default_factory=dict)  # by router bias: the width of its histogram's bins, its resolution
     muon: set[str] = field(default_factory=set)  # the parameters that Muon trains
     outputs: dict[str, Tensor] = field(default_factory=dict)  # of the first micro-batch, by part: [T, B, d]
     chosen: dict[str, Tensor] = field(default_factory=dict)  # by router: [S, M, T, B, k], experts in ascending order
@@ -57,7 +58,7 @@ def trace(cfg: Config, helper: Helper, *, traffic: bool = True) -> Trace:
 def merge(stages: Sequence[Trace]) -> Trace:
     """One trace of the pipeline stages' own: each holds its part of the model, and the last one the losses."""
     out = stages[-1]
-    for name in ("gradients", "weights", "outputs", "chosen", "gaps", "loads", "drift"):
+    for name in ("gradients", "weights", "bins", "outputs", "chosen", "gaps", "loads", "drift"):
         setattr(out, name, {key: value for stage in stages for key, value in getattr(stage, name).items()})
     out.muon = set().union(*(stage.muon for stage in stages))
     return out
