@@ -135,7 +135,12 @@ def _help(words: list[str]) -> int:
     if verb.sections is None or verb.sections:
         from recipes import help as table
 
-        print("\n" + table.keys(verb.sections))
+        root = None
+        if name == "prove":  # has defaults of its own
+            from recipes.compose import compose
+
+            root = compose([], job=name)
+        print("\n" + table.keys(verb.sections, root))
     return 0
 
 

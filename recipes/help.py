@@ -16,12 +16,12 @@ from recipes.config import GROUPS, JOBS, Config
 from recipes.errors import shown
 
 
-def keys(sections: Iterable[str] | None = None) -> str:
-    """The table of groups and keys of some of the root's fields; None: those of training."""
+def keys(sections: Iterable[str] | None = None, root: Config | None = None) -> str:
+    """The table of groups and keys of some of the root's fields; None: those of training. Defaults are those of `root`."""
     wanted = list(sections if sections is not None else JOBS["pretrain"])
     lines = ["groups (GROUP=OPTION):"]
     lines += [f"  {group}={'|'.join(options)}" for group, options in GROUPS.items() if group in wanted]
-    root = Config()
+    root = root or Config()
     types = typing.get_type_hints(Config)
     for name in wanted:
         value = getattr(root, name)

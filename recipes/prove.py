@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from k3.layout import check_layout
 from parallel.config import world_size
 from parallel.local import Helper, RankError
+from recipes import processes
 from recipes.compose import compose
 from recipes.config import Config, ProofDType
 from recipes.console import say
@@ -25,6 +27,8 @@ MOST = 8  # processes
 
 def run(words: Sequence[str]) -> int:
     """Prints the proof and returns 0 where the layout agrees with the single process, else 1. Raises UserError."""
+    if (started := processes.count(os.environ)) is not None:
+        raise UserError(f"k3 prove starts its processes itself, and a launcher has started {started}; start it without")
     cfg = compose(words, job="prove")
     check(cfg)
     for line in lines.heading(cfg):
@@ -58,7 +62,7 @@ def check(cfg: Config) -> None:
     if wrong:
         raise UserError("\n".join(wrong))
     check_layout(cfg.model, cfg.parallel, length=cfg.prove.length)
-    check_memory(cfg)
+    check_memory(cfg, on_cpu=True, width=8 if cfg.prove.dtype is ProofDType.float64 else 4)
 
 
 def _refusals(cfg: Config) -> Iterator[tuple[str, object, str]]:

@@ -89,21 +89,33 @@ def check_devices(cfg: Config) -> None:
         )
 
 
-def check_memory(cfg: Config) -> None:
-    """Raises UserError for a model that cannot fit a CPU machine: without it, the kernel would kill the process, or another."""
-    if _cuda():
+def check_memory(cfg: Config, *, on_cpu: bool = False, width: int = 4) -> None:
+    """Raises UserError for a model that cannot fit a CPU machine: without it, the kernel would kill the process, or another.
+
+    on_cpu: whether it runs there even where CUDA is. width: bytes of a number. Counts every process of the layout, except where
+    a launcher has started them: then they may lie on other machines.
+    """
+    if not on_cpu and _cuda():
         return  # torch itself says so there, and harms nothing
     import psutil
 
     from k3.cards import describe
+    from parallel.cards import Group, TensorAxis
 
-    parameters = sum(math.prod(card.shape) for card in describe(cfg.model).values())
-    least = parameters * 12  # a weight, its gradient and its momentum, four bytes each: no precision takes less
+    p, size = cfg.parallel, 1 if processes.count(os.environ) is not None else world_size(cfg.parallel)
+    parameters = least = 0
+    for card in describe(cfg.model).values():
+        numel = math.prod(card.shape)
+        expert, cut = card.placement.group is Group.EXPERT, card.placement.tensor in (TensorAxis.ROWS, TensorAxis.COLS)
+        copies = max(1, size // (p.ep if expert else p.tp if cut else 1))
+        parameters += numel
+        least += numel * (2 * copies + 1) * width  # every copy has a weight and a gradient; a momentum exists once at least
     there = psutil.virtual_memory().total
     if least > there:
         raise UserError(
-            f"model: its {parameters:,} parameters take at least {least / 2**30:,.0f} GiB with gradients and momentum, and this "
-            f"machine has {there / 2**30:,.0f} GiB; give a smaller one, such as model=nano"
+            f"model: its {parameters:,} parameters take at least {least / 2**30:,.0f} GiB with gradients and momentum in {size} "
+            f"process{'es' if size > 1 else ''}, and this machine has {there / 2**30:,.0f} GiB; give a smaller one, such as "
+            "model=nano"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parallel.config import sequence_parallel
+from parallel.config import sequence_parallel, world_size
 from recipes.config import Config
 from recipes.errors import shown
 from recipes.proof.compare import Difference, Report
@@ -25,6 +25,8 @@ def heading(cfg: Config) -> Iterator[str]:
         f"layout      tp {p.tp}{' with sequence parallelism' if sequence_parallel(p) else ''}, cp {p.cp}, ep {p.ep}, dp {p.dp}, "
         f"pp {p.pp}, {'ZeRO-1' if p.zero else 'no ZeRO'}"
     )
+    if world_size(p) == 1:
+        yield "            one process compared with itself: give parallel sizes, such as parallel.tp=2"
     yield (
         f"batch       {b.steps} steps of {b.accumulation} x {b.batch} rows of {b.length} tokens, documents: {b.documents.name}, "
         f"padding: {shown(b.padding)}, seed {b.seed}; {b.dtype.name}"
