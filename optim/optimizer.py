@@ -155,13 +155,6 @@ class Optimizer:
         square, refusals = self.shards.sum(values).tolist()
         return math.sqrt(square), refusals == 0
 
-    def zero_grad(self) -> None:
-        """Drops `grad` and zeroes `main_grad`."""
-        for p in self.parameters.values():
-            p.grad = None
-            if (main := getattr(p, "main_grad", None)) is not None:
-                main.zero_()
-
     def state_dict(self) -> dict[str, Tensor]:
         """Every tensor that a bitwise continuation needs beside the weights, under flat names; live, not copies."""
         return state.collect(self)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 300.0  # seconds
+SETTLE = 1.0  # seconds after a failure: a rank that was killed may be collected later than one that lost its connection to it
 # What a rank must find set when it imports torch: one thread, nothing compiled at import, no CUDA device.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 # What users of parallel/megatron.py import later, inside functions: here once for all ranks.
@@ -54,17 +55,6 @@ class RankError(RuntimeError):
         return RankError, (str(self), self.rank)
 
 
-def run_ranks(target: str, size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """Calls `target` ("module:function") with `args` on `size` ranks; returns what they returned, in the order of ranks.
-
-    torch.distributed runs (gloo) when the function is called; RANK, WORLD_SIZE and LOCAL_RANK are set. Arguments and results are
-    pickled. Raises RankError with the traceback of the rank that failed first, or with where each rank stands after `timeout`
-    seconds. Several calls are cheaper through one `Helper`.
-    """
-    with Helper() as helper:
-        return helper.run_ranks(target, size, *args, timeout=timeout)
-
-
 class Helper:
     """The process that ranks are forked from. Starts at the first call, and anew after an interrupted one."""
 
@@ -80,7 +70,12 @@ class Helper:
         self.close()
 
     def run_ranks(self, target: str, size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-        """As the function of this name."""
+        """Calls `target` ("module:function") with `args` on `size` ranks; returns what they returned, in the order of ranks.
+
+        torch.distributed runs (gloo) when the function is called; RANK, WORLD_SIZE and LOCAL_RANK are set. Arguments and results
+        are pickled. Raises RankError with the traceback of the rank that failed first, or with where each rank stands after
+        `timeout` seconds.
+        """
         try:
             connection, folder = self._started()
             connection.send((target, size, _pickled(args), timeout))
@@ -183,6 +178,9 @@ def _run(target: str, size: int, args: bytes, timeout: float, folder: Path, call
             for process in running:
                 process.join(0)
             if any(p.exitcode for p in ranks):
+                settled = time.monotonic() + SETTLE
+                for process in running:
+                    process.join(max(0.0, settled - time.monotonic()))
                 raise _failure(target, ranks, folder)
             if not ready:
                 raise _hang(target, timeout, ranks, folder)

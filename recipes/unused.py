@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 from k3.config import Activation, Attention, Balance, Gate, Residual
 from optim.config import OptimizerName, ScheduleName
+from parallel.config import world_size
+from recipes import processes
 from recipes.config import Config, WandbMode
+
+
+def _processes(cfg: Config) -> int:
+    return world_size(cfg.parallel, processes.count(os.environ))
+
 
 # a key or section -> (is it without effect?, why)
 RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
@@ -31,6 +39,8 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda c: c.optim.schedule.name is ScheduleName.constant,
         "a constant schedule never decays",
     ),
+    "parallel.bucket": (lambda c: not c.parallel.overlap, "parallel.overlap=false reduces all gradients at once"),
+    **{f"parallel.{key}": (lambda c: _processes(c) == 1, "one process has no replicas") for key in ("zero", "overlap")},
     "run.sample_prompt": (lambda c: not c.run.sample_tokens, "run.sample_tokens=0 makes no sample"),
     "wandb.project": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there"),
     "wandb.name": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there"),

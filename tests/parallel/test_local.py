@@ -102,7 +102,8 @@ def test_a_helper_that_dies_is_reported_and_its_ranks_end(folders: Path) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_a_caller_that_ends_leaves_nothing(number: signal.Signals, folders: Path) -> None:
-    caller, ranks = started(f"from parallel.local import *\nrun_ranks('{HERE}:hangs', 2, 0)", folders)
+    program = f"from parallel.local import *\nwith Helper() as helper: helper.run_ranks('{HERE}:hangs', 2, 0)"
+    caller, ranks = started(program, folders)
     helper = psutil.Process(ranks[0]).ppid()
     caller.send_signal(number)
     _, error = caller.communicate(timeout=60)
