@@ -13,9 +13,14 @@ class ParallelConfig:
     ep: int = 1  # expert, over the ranks of tp * cp * dp
     pp: int = 1  # pipeline
     vpp: int = 1  # virtual stages per pipeline rank
+    split: list[int] | None = None  # decoder layers of each of the pp * vpp stages, in the model's order; null: evenly
+    group: int | None = None  # micro-batches that pass a virtual stage in a row; null: pp, more where the accumulation needs it
+    overlap_p2p: bool | None = None  # send and receive while computing; null: with virtual stages, which alone can
+    overlap_warmup: bool = False  # with overlap_p2p: also while the pipeline fills and drains
     cp: int = 1  # context: contiguous shards of the sequence
     dp: int | None = None  # data; null: what the processes leave, and at least what ep needs
-    zero: bool = True  # ZeRO-1: optimizer state and update cut over data and context ranks
+    zero: int = 1  # over data and context ranks 1 cuts the optimizer's state and update, 2 gradients too (virtual stages); 0: none
+    offload_gradients: bool = False  # with zero=2: the reduced gradients lie in CPU memory
     overlap: bool = True  # reduce gradients while the backward pass still runs
     bucket: int | None = None  # parameters reduced together; null: megatron-core's choice
 

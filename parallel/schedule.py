@@ -54,7 +54,7 @@ def _buffers(module: nn.Module, world: World) -> Any:
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not double,
         average_in_collective=False,
-        use_distributed_optimizer=world.config.zero and replicas,
+        use_distributed_optimizer=world.config.zero > 0 and replicas,
         overlap_grad_reduce=world.config.overlap and replicas,
         bucket_size=world.config.bucket,
     )

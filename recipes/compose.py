@@ -52,7 +52,7 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain") -> Config:
         check_training(cfg)
     if folder is None:
         _refuse_idle(cfg, words, job)
-    _fill(cfg, processes.count(os.environ) if job == "pretrain" else None)
+    _fill(cfg, job)
     return cfg
 
 
@@ -163,14 +163,14 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
     return base
 
 
-def _fill(cfg: Config, started: int | None) -> None:
-    """Defaults that depend on other values, on the time or on the processes a launcher has `started`, so that the saved file says
+def _fill(cfg: Config, job: str) -> None:
+    """Defaults that depend on other values, on the time or on the processes a launcher has started, so that the saved file says
     what really ran.
     """
-    cfg.parallel.dp = data_parallel_size(cfg.parallel, started)
+    cfg.parallel.dp = data_parallel_size(cfg.parallel, processes.count(os.environ) if job == "pretrain" else None)
     if cfg.parallel.sp is None:
         cfg.parallel.sp = cfg.parallel.tp > 1
-    if cfg.run.dir is None:
+    if cfg.run.dir is None and "run" in JOBS[job]:
         base = f"runs/{_preset(cfg)}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
         cfg.run.dir = base
         number = 1

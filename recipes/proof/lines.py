@@ -23,7 +23,7 @@ def heading(cfg: Config) -> Iterator[str]:
     yield "versions    " + ", ".join(f"{name} {value}" for name, value in facts.items())
     yield (
         f"layout      tp {p.tp}{' with sequence parallelism' if sequence_parallel(p) else ''}, cp {p.cp}, ep {p.ep}, dp {p.dp}, "
-        f"pp {p.pp}, {'ZeRO-1' if p.zero else 'no ZeRO'}"
+        f"pp {p.pp}, {f'ZeRO-{p.zero}' if p.zero else 'no ZeRO'}"
     )
     if world_size(p) == 1:
         yield "            one process compared with itself: give parallel sizes, such as parallel.tp=2"

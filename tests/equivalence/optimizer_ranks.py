@@ -74,7 +74,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     optimizer: OptimizerName = OptimizerName.muon
     per_head: bool = True
-    zero: bool = True
+    zero: int = 1
 
     def config(self) -> OptimConfig:
         muon = MuonConfig(per_head=self.per_head)

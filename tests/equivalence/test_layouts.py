@@ -24,7 +24,7 @@ LAYOUTS = {
     "CP2, documents across the edge": "parallel.cp=2 prove.documents=crossing",
     "CP2, many documents in one shard": "parallel.cp=2 prove.documents=many",
     "DP2": "parallel.dp=2 prove.accumulation=2",
-    "DP2 without ZeRO": "parallel.dp=2 parallel.zero=false prove.accumulation=2",
+    "DP2 without ZeRO": "parallel.dp=2 parallel.zero=0 prove.accumulation=2",
     "DP2 without overlap": "parallel.dp=2 parallel.overlap=false prove.accumulation=2",
     "DP2 in many buckets": "parallel.dp=2 parallel.bucket=20000 prove.accumulation=2",
     "DP2 EP2": "parallel.dp=2 parallel.ep=2 prove.accumulation=2",

@@ -50,7 +50,7 @@ def save(folder: str, damage: str = "") -> dict[str, Any]:
         facts = checkpoint.load(path, {"bag": other}, world)
     except CheckpointError as error:
         failure = str(error)
-    another = dataclasses.replace(world, config=dataclasses.replace(config, zero=False))
+    another = dataclasses.replace(world, config=dataclasses.replace(config, zero=0))
     refusal = None
     try:
         checkpoint.load(path, {"bag": Bag(x=torch.zeros(300))}, another)

@@ -228,7 +228,7 @@ def test_one_process_moves_every_parameter_and_records_it(reference: Trace) -> N
     assert list(reference.loads) == ["layers.1", "layers.2", "mtp.0"] and reference.chosen["mtp.0"].shape == (2, 2, 32, 2, 2)
 
 
-@pytest.mark.parametrize("layout", ["parallel.dp=2", "parallel.tp=2 parallel.ep=2", "parallel.cp=2 parallel.zero=false"])
+@pytest.mark.parametrize("layout", ["parallel.dp=2", "parallel.tp=2 parallel.ep=2", "parallel.cp=2 parallel.zero=0"])
 def test_a_layout_agrees(layout: str, helper: Helper, reference: Trace) -> None:
     report = compare(reference, trace(small(*layout.split()), helper), exact(reference))
     assert report.passed, "\n".join(report.failures())

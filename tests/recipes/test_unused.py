@@ -28,7 +28,7 @@ IDLE = {
     "optim.schedule.decay": ["optim.schedule.decay=0.5"],
     "optim.schedule.min_lr": ["optim.schedule.name=constant", "optim.schedule.min_lr=0.5"],
     "parallel.bucket": ["parallel.dp=2", "parallel.overlap=false", "parallel.bucket=100"],
-    "parallel.zero": ["parallel.zero=false"],
+    "parallel.zero": ["parallel.zero=0"],
     "parallel.overlap": ["parallel.overlap=false"],
     "run.sample_prompt": ["run.sample_tokens=0", "run.sample_prompt=class"],
     "wandb.project": ["wandb.mode=disabled", "wandb.project=x"],
