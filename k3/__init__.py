@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from k3.config import ConfigError, K3Config
     from k3.construct import balancing, build, cards, clip_targets, residual_weights
     from k3.generation import generate
+    from k3.model import Model
     from k3.presets import preset
-    from k3.stage import Stage
 
 _HOME = {
     "build": "construct", "cards": "construct", "balancing": "construct", "clip_targets": "construct",
     "residual_weights": "construct",
-    "K3Config": "config", "ConfigError": "config", "preset": "presets", "generate": "generation", "Stage": "stage",
+    "K3Config": "config", "ConfigError": "config", "preset": "presets", "generate": "generation", "Model": "model",
 }  # fmt: skip
 __all__ = [
-    "ConfigError", "K3Config", "Stage", "balancing", "build", "cards", "clip_targets", "generate", "preset", "residual_weights",
+    "ConfigError", "K3Config", "Model", "balancing", "build", "cards", "clip_targets", "generate", "preset", "residual_weights",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import torch
 
 from k3.config import K3Config
 from parallel.megatron import TransformerConfig
+from parallel.stages import overlaps_p2p
 from parallel.world import World
 
 
@@ -13,8 +14,10 @@ def megatron_config(config: K3Config, world: World, dtype: torch.dtype) -> Trans
     """Sizes that K3's own layers decide (head counts of KDA, latent ranks) do not appear: megatron never sees those layers."""
     moe = config.moe.experts > 0
     groups = world.groups
+    pp, vpp = world.config.pp, world.config.vpp
     return TransformerConfig(
-        num_layers=config.layers,
+        # a number that megatron-core accepts for even stages: layers are split by parallel.stages, never by it
+        num_layers=config.layers if pp == 1 else pp * vpp * config.layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.mla.heads,
         layernorm_epsilon=config.norm_eps,
@@ -28,8 +31,15 @@ def megatron_config(config: K3Config, world: World, dtype: torch.dtype) -> Trans
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=groups.tp.size(),
-        pipeline_model_parallel_size=groups.pp.size(),
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         pipeline_dtype=dtype,
+        variable_seq_lengths=pp > 1,  # a payload's length depends on the rows it carries: it travels ahead of them
+        # never batched: with virtual stages on two ranks megatron-core would mix up neighbours, on four it hangs
+        batch_p2p_comm=False,
+        overlap_p2p_comm=overlaps_p2p(world.config),
+        overlap_p2p_comm_warmup_flush=world.config.overlap_warmup,
+        deallocate_pipeline_outputs=pp > 1,
         context_parallel_size=groups.cp.size(),
         expert_model_parallel_size=groups.ep.size() if moe else 1,
         expert_tensor_parallel_size=1 if moe else None,

@@ -99,9 +99,9 @@ def _model(c: K3Config) -> Iterator[Card]:
     outer = published_prefix(c)
     root, head = _Scope("", f"{outer}model."), _Scope("", outer)
     table = Placement(TensorAxis.ROWS)
-    yield replace(
-        root.matrix("embedding", (c.vocab_size, d), table, not_a_matrix(), "embedding", "embed_tokens"), optimizer=Optimizer.ADAMW
-    )
+    read_twice = replace(table, both_ends=c.mtp_layers > 0)
+    embedding = root.matrix("embedding", (c.vocab_size, d), read_twice, not_a_matrix(), "embedding", "embed_tokens")
+    yield replace(embedding, optimizer=Optimizer.ADAMW)
     for index in range(c.layers):
         yield from _layer(c, index, root.sub(f"layers.{index}", f"layers.{index}"))
     if c.residual is Residual.attnres:

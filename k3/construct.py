@@ -11,8 +11,8 @@ from k3.cards import describe
 from k3.config import K3Config
 from k3.init import draw
 from k3.mla import MLA
+from k3.model import Model
 from k3.residual import ReadBlocks
-from k3.stage import Stage
 from parallel.attributes import mark
 from parallel.cards import CardTable
 from parallel.clip import ClipTarget
@@ -21,7 +21,7 @@ from parallel.world import World, start
 
 def build(
     config: K3Config, world: World | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str | None = None
-) -> Stage:
+) -> Model:
     """This rank's part of the model, every parameter drawn from `seed` by name.
 
     `dtype` is float32, bfloat16 or float64; what the release keeps in fp32 stays so under bfloat16. device="meta" builds the
@@ -31,38 +31,38 @@ def build(
     world = world or start()
     megatron = megatron_config(config, world, dtype)
     with torch.device(device or world.device):
-        model = Stage(config, megatron, world)
+        model = Model(config, megatron, world)
     for name, module in model.named_modules():
         if isinstance(module, Balancer):
             module.name = name.removesuffix(".feed_forward.router.balancer")
     table = cards(model)
     draw(table, seed=seed, std=config.init_std, world=world)
-    mark(table)
+    mark(table, world)
     return model
 
 
 def cards(model: nn.Module) -> CardTable:
-    """The card of every parameter and router bias of a model (wrapped or not), bound to its tensor.
+    """The card of every parameter and router bias that this rank holds, bound to its tensor.
 
     Raises CardError for a parameter without a card, or a card without a parameter.
     """
-    stage = unwrap(model)
-    tensors: dict[str, Tensor] = dict(stage.named_parameters())
-    tensors |= {name: buffer for name, buffer in stage.named_buffers() if name.endswith("balancer.bias")}
-    return CardTable(describe(stage.k3), tensors)
+    whole = unwrap(model)
+    tensors: dict[str, Tensor] = dict(whole.named_parameters())
+    tensors |= {name: buffer for name, buffer in whole.named_buffers() if name.endswith("balancer.bias")}
+    return CardTable({name: card for name, card in describe(whole.k3).items() if whole.holds(name)}, tensors)
 
 
-def unwrap(model: nn.Module) -> Stage:
-    """The stage inside megatron-core's gradient buffers, or the stage itself."""
-    while not isinstance(model, Stage):
+def unwrap(model: nn.Module) -> Model:
+    """The model inside a wrapper, or the model itself."""
+    while not isinstance(model, Model):
         model = model.module  # type: ignore[assignment]
     return model
 
 
 def balancing(model: nn.Module) -> Balancing:
-    """The balancers of all routers, in the model's order."""
-    stage = unwrap(model)
-    return Balancing([m for m in stage.modules() if isinstance(m, Balancer)], stage.world)
+    """The balancers of this rank's routers, in the model's order."""
+    whole = unwrap(model)
+    return Balancing([m for m in whole.modules() if isinstance(m, Balancer)], whole.world)
 
 
 def clip_targets(model: nn.Module) -> list[ClipTarget]:

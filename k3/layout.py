@@ -7,6 +7,7 @@ from math import gcd
 
 from k3.config import K3Config
 from parallel.config import ParallelConfig, ParallelError
+from parallel.stages import split_layers
 
 
 def check_layout(model: K3Config, parallel: ParallelConfig, *, length: int | None = None) -> None:
@@ -15,6 +16,10 @@ def check_layout(model: K3Config, parallel: ParallelConfig, *, length: int | Non
     `length`: tokens in a row, where known.
     """
     wrong = [*_tensor(model, parallel.tp), *_expert(model, parallel.ep)]
+    try:
+        split_layers(model.layers, parallel)
+    except ParallelError as error:
+        wrong += str(error).splitlines()
     if length is not None:
         wrong += _sequence(model, parallel, length)
     if wrong:

@@ -1,10 +1,12 @@
-"""The language model, or one pipeline stage of it: embedding, decoder layers, output mix, head, MTP.
+"""One pipeline stage of the language model, or all of it: embedding, decoder layers, output mix, head, MTP.
 
-Legend: T tokens of whole rows or of this rank, B rows, d hidden, V vocabulary, M MTP layers. Hidden states are [T, B, d], as
-megatron-core's sequence-parallel operations want them.
+Legend: T tokens of whole rows or of this rank, B rows, d hidden, V vocabulary, M MTP layers, n rows of the bank. Hidden states are
+[T, B, d], as megatron-core's sequence-parallel operations want them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,30 +27,37 @@ from parallel.megatron import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
+from parallel.rows import RowBank
 from parallel.tensor import enter, own_tokens
 from parallel.world import World
 
 
 class Stage(MegatronModule):
-    """Build it with `k3.build`, which also draws the parameters.
+    """`layers` of the model; the first stage has the embedding, the last one the head and the MTP layers.
 
-    `model(tokens)` gives logits; with `labels` it gives per-token losses.
+    MTP layers read the embedding too: the last stage then holds a copy, kept equal by summing both gradients.
     """
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World, number: int, layers: range, rows: RowBank):
         super().__init__(config=megatron)
         self.model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
         self.k3 = config
         self.world = world
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, megatron, world)
-        self.layers = nn.ModuleList(Layer(i, config, megatron, world) for i in range(config.layers))
-        self.output_residual = ReadBlocks(megatron) if config.residual is Residual.attnres else ReadRunningSum()
-        self.norm = RMSNorm(config.hidden_size, megatron)
-        self.head = Column(config.hidden_size, config.vocab_size, megatron, world)
-        self.mtp = nn.ModuleList(MTPLayer(config, megatron, world) for _ in range(config.mtp_layers))
+        self.number, self.rows = number, rows
+        self.is_first, self.is_last = number == 0, number == rows.plan.stages - 1
+        self.payload: Tensor | None = None  # what the stage before sent for the micro-batch at hand
+        if self.is_first or (self.is_last and config.mtp_layers):
+            self.embedding = Embedding(config.vocab_size, config.hidden_size, megatron, world)
+        self.layers = nn.ModuleDict({str(i): Layer(i, config, megatron, world) for i in layers})
+        if self.is_last:
+            self.output_residual = ReadBlocks(megatron) if config.residual is Residual.attnres else ReadRunningSum()
+            self.norm = RMSNorm(config.hidden_size, megatron)
+            self.head = Column(config.hidden_size, config.vocab_size, megatron, world)
+            self.mtp = nn.ModuleList(MTPLayer(config, megatron, world) for _ in range(config.mtp_layers))
 
-    def set_input_tensor(self, tensors: object) -> None:
-        """Called by megatron-core's schedules with what an earlier pipeline stage sent: nothing, on a model in one piece."""
+    def set_input_tensor(self, tensors: Sequence[Tensor | None]) -> None:
+        """Called by megatron-core's schedules with what the stage before has sent; None on the first stage."""
+        (self.payload,) = tensors
 
     def forward(
         self,
@@ -60,9 +69,10 @@ class Stage(MegatronModule):
         padding: Tensor | None = None,
         share: float = 1.0,
     ) -> Tensor:
-        """tokens [B, T] int64 -> logits [B, T, V], or with labels losses [1 + M, B, T / context ranks], zero where not counted.
+        """tokens [B, T] int64 -> logits [B, T, V], or with labels losses [1 + M, B, T / context ranks], zero where not counted;
+        on all stages but the last, what goes to the next one, [(n + 1) T, B, d].
 
-        Every tensor and context rank is given the same whole rows; losses are those of its own stretch of tokens.
+        Every rank is given the same whole rows; losses are those of a context rank's own stretch of tokens.
         document_starts bool [B, T], true at each document's first token (None: one document a row).
         labels [B, T]: the token after each position. loss_mask bool [1 + M, B, T]: which positions count, row m for the target
         m + 1 tokens ahead; None counts every position whose targets lie in its row and document. padding bool [B, T], true
@@ -78,21 +88,31 @@ class Stage(MegatronModule):
         if labels is None:
             tokens, starts = (F.pad(x, (0, -t % self._ranks)) for x in (tokens, starts))  # later tokens change nothing
         context = self._context(starts, padding, share)
-        rows = Rows(self.embedding(self._own(tokens)))
-        for layer in self.layers:
+        rows = self._enter(tokens)
+        for layer in self.layers.values():
             rows = layer(rows, context)
+        if not self.is_last:
+            return self.rows.send(self.number, rows.prefix, rows.bank)
         state = self.output_residual(rows)
         logits = self.head(enter(self.norm(state), self.world))
         if labels is None:
             return self._whole(logits)[:, :t]
         if loss_mask is None:
-            loss_mask = default_loss_mask(starts, 1 + len(self.mtp))
+            loss_mask = default_loss_mask(starts, 1 + self.k3.mtp_layers)
         losses = [self._losses(logits, labels, loss_mask[0])]
         for m, layer in enumerate(self.mtp):
             # position t reads the embedding of token t + m + 1 and predicts token t + m + 2
             state, normed = layer(state, self.embedding(self._own(_ahead(labels, m))), context)
             losses.append(self._losses(self.head(enter(normed, self.world)), _ahead(labels, m + 1), loss_mask[m + 1]))
         return torch.stack(losses)
+
+    def _enter(self, tokens: Tensor) -> Rows:
+        if self.is_first:
+            return Rows(self.embedding(self._own(tokens)))
+        payload, self.payload = self.payload, None
+        if payload is None:
+            raise RuntimeError(f"stage {self.number} was given nothing by the one before: run it with parallel.run_step")
+        return Rows(*self.rows.receive(self.number, payload))
 
     @property
     def _ranks(self) -> int:
@@ -133,7 +153,7 @@ class Stage(MegatronModule):
         if labels is not None and tokens.shape[1] % self._ranks:
             cp, tp = self.world.groups.cp.size(), self.world.groups.tp.size()
             raise ValueError(f"rows of {tokens.shape[1]} tokens; give a multiple of context x tensor ranks = {cp} x {tp}")
-        horizon = 1 + len(self.mtp)
+        horizon = 1 + self.k3.mtp_layers
         if loss_mask is not None and tuple(loss_mask.shape) != (horizon, *tokens.shape):
             raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; give {(horizon, *tokens.shape)}, one row a target")
 

@@ -136,6 +136,7 @@ class TensorAxis(Enum):
 class Placement:
     tensor: TensorAxis
     group: Group = Group.DENSE
+    both_ends: bool = False  # the first and the last pipeline stage hold it, and each sees a part of its gradient
 
 
 @dataclass(frozen=True)

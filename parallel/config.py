@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
@@ -53,13 +54,13 @@ def sequence_parallel(config: ParallelConfig) -> bool:
 def check_sizes(config: ParallelConfig) -> None:
     """Raises ParallelError, all reasons in one message, one a line, for a layout that cannot run whatever the model."""
     wrong = []
-    for axis in ("tp", "ep", "pp", "vpp", "cp", "dp", "bucket"):
+    for axis in ("tp", "ep", "pp", "vpp", "cp", "dp", "group", "bucket"):
         size = getattr(config, axis)
         if size is not None and size < 1:
             wrong.append(f"parallel.{axis}={size}: must be at least 1")
-    for axis in ("pp", "vpp"):
-        if getattr(config, axis) > 1:
-            wrong.append(f"parallel.{axis}={getattr(config, axis)}: pipelines do not work yet; give parallel.{axis}=1")
+    wrong += _pipeline(config)
+    if config.zero not in (0, 1, 2):
+        wrong.append(f"parallel.zero={config.zero}: give 0, 1 or 2")
     if config.sp and config.tp == 1:
         wrong.append("parallel.sp=true: sequence parallelism needs parallel.tp of at least 2; leave it out")
     if not wrong and config.dp is not None and (ranks := config.tp * config.cp * config.dp) % config.ep:
@@ -69,3 +70,24 @@ def check_sizes(config: ParallelConfig) -> None:
         )
     if wrong:
         raise ParallelError("\n".join(wrong))
+
+
+def _pipeline(config: ParallelConfig) -> Iterator[str]:
+    virtual = config.vpp > 1
+    if virtual and config.pp == 1:
+        yield f"parallel.vpp={config.vpp}: virtual stages need parallel.pp of at least 2; leave it out"
+    if config.overlap_p2p and not virtual:
+        yield "parallel.overlap_p2p=true: megatron-core overlaps between virtual stages alone; give parallel.vpp=2, or leave it out"
+    if config.overlap_warmup and (not virtual or config.overlap_p2p is False):
+        yield "parallel.overlap_warmup=true: needs parallel.vpp of at least 2 and parallel.overlap_p2p; leave it out"
+    if config.group is not None and not virtual:
+        yield f"parallel.group={config.group}: has a meaning between virtual stages alone; leave it out"
+    if config.zero == 2 and not virtual:
+        yield (
+            "parallel.zero=2: with one stage a rank, its two buffers would be more than the one of parallel.zero=1; give "
+            "parallel.vpp of at least 2, or parallel.zero=1"
+        )
+    if config.zero == 2 and virtual and config.dp is not None and config.dp * config.cp == 1:
+        yield "parallel.zero=2: cuts gradients over data and context ranks, and there is one; give parallel.dp=2, or leave it out"
+    if config.offload_gradients and config.zero != 2:
+        yield f"parallel.offload_gradients=true: has no effect with parallel.zero={config.zero}; give parallel.zero=2 or leave it out"

@@ -10,36 +10,58 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.cards import CardTable, TensorAxis
+from parallel.rows import RowBank
 from parallel.shards import Shard, Shards
+from parallel.stages import group_size
 from parallel.world import World
 
 
 class ParallelModel:
-    """A model inside megatron-core's gradient buffers. `module` is the model itself, `ddp` megatron-core's wrapper around it.
+    """This rank's pipeline stages, each inside megatron-core's gradient buffers. `module` holds all their parameters, `ddps` are
+    megatron-core's wrappers around the stages.
 
-    Gradients accumulate in contiguous buffers and are read from `parameter.main_grad`: float32 for bf16 and float32 parameters,
-    float64 for float64 ones. They are summed over data and context ranks, never averaged: losses carry global denominators.
+    Gradients accumulate in contiguous buffers and are read from `shards`: float32 for bf16 and float32 parameters, float64 for
+    float64 ones. They are summed over data and context ranks, never averaged: losses carry global denominators.
     """
 
-    def __init__(self, module: nn.Module, cards: CardTable, world: World):
-        self.module, self.world = module, world
-        self.ddp = _buffers(module, world)
-        self.shards = Shards.of(self.ddp, cards, world)
+    def __init__(self, module: nn.Module, cards: CardTable, world: World, stages: Sequence[nn.Module], rows: RowBank | None):
+        self.module, self.world, self.rows = module, world, rows
+        self.ddps = [_buffers(stage, world) for stage in stages]
+        self.shards = Shards.of(self.ddps, cards, world)
         self.replicated = [self.shards[card.name] for card, _ in cards.trained() if _sums_over_tensor_ranks(card, world)]
+        self.at_both_ends = [self.shards[card.name] for card, _ in cards.trained() if card.placement.both_ends]
+
+    @property
+    def config(self) -> Any:
+        """The TransformerConfig that all stages share."""
+        return self.ddps[0].module.config
 
     def zero_grad(self) -> None:
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
 
     def finish(self) -> None:
-        """Completes the step's gradients: over data and context ranks, then over tensor ranks where copies saw parts."""
-        self.ddp.finish_grad_sync()
-        if self.world.groups.tp.size() > 1:
-            _sum_over_tensor_ranks(self.replicated, self.world)
+        """Completes the step's gradients: over data and context ranks, then over tensor ranks where copies saw parts, then over
+        both ends of the pipeline.
+        """
+        groups = self.world.groups
+        for ddp in self.ddps:
+            ddp.finish_grad_sync()
+        if groups.tp.size() > 1:
+            _sum_over(groups.tp, self.replicated)
+        if groups.pp.size() > 1 and groups.pp.rank() in (0, groups.pp.size() - 1):
+            _sum_over(groups.embd, self.at_both_ends)
 
 
-def wrap(module: nn.Module, cards: CardTable, world: World) -> ParallelModel:
-    """Puts a model that carries its `config` (a TransformerConfig) into megatron-core's buffers."""
-    return ParallelModel(module, cards, world)
+def wrap(
+    module: nn.Module, cards: CardTable, world: World, *, stages: Sequence[nn.Module] = (), rows: RowBank | None = None
+) -> ParallelModel:
+    """Puts a model into megatron-core's buffers.
+
+    stages: this rank's pipeline stages, each with its `config` (a TransformerConfig), together all of `module`; none: the module
+    itself. rows: the bank that the stages share.
+    """
+    return ParallelModel(module, cards, world, stages or [module], rows)
 
 
 def _buffers(module: nn.Module, world: World) -> Any:
@@ -77,8 +99,8 @@ def _sums_over_tensor_ranks(card: Any, world: World) -> bool:
 
 
 @torch.no_grad()
-def _sum_over_tensor_ranks(shards: Sequence[Shard], world: World) -> None:
-    """One all-reduce a dtype. Tensor ranks cut their buffers alike, so under ZeRO only the parts that are reduced take part."""
+def _sum_over(group: Any, shards: Sequence[Shard]) -> None:
+    """One all-reduce a dtype over ranks that cut these parameters alike: under ZeRO only the parts that are reduced take part."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for shard in shards:
         gradient = shard.gradient
@@ -86,29 +108,51 @@ def _sum_over_tensor_ranks(shards: Sequence[Shard], world: World) -> None:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for gradients in by_dtype.values():
         flat = torch.cat([g.reshape(-1) for g in gradients])
-        dist.all_reduce(flat, group=world.groups.tp)
+        dist.all_reduce(flat, group=group)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
             gradient.copy_(summed.view(gradient.shape))
 
 
-def run_step(
-    model: ParallelModel,
-    micro_batches: Sequence[Any],
-    forward: Callable[[nn.Module, Any], Tensor],
-    loss: Callable[[Any, Tensor], tuple[Tensor, Any]],
-) -> list[Any]:
+type Forward = Callable[[nn.Module, Any], Tensor]
+type Loss = Callable[[Any, Tensor], tuple[Tensor, Any]]
+
+
+def run_step(model: ParallelModel, micro_batches: Sequence[Any], forward: Forward, loss: Loss) -> list[Any]:
     """Forward and backward over the micro-batches of one step; gradients are complete afterwards.
 
-    `forward(model, batch)` gives the output; `loss(batch, output)` gives (the scalar to differentiate, what to report), the
-    scalar already divided by the step's global denominators: nothing is rescaled here. Returns the reports in order.
+    `forward(stage, batch)` gives a stage's output; `loss(batch, output)`, called for the last stage's, gives (the scalar to
+    differentiate, what to report), the scalar already divided by the step's global denominators: nothing is rescaled here.
+    Returns the reports in order; on ranks without the last stage none.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def finish(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
         model.finish()
 
+    no_sync = [ddp.no_sync for ddp in model.ddps]
+    model.config.finalize_model_grads_func = finish
+    model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return _run(model, micro_batches, forward, loss, forward_only=False)
+
+
+@torch.no_grad()
+def evaluate(model: ParallelModel, batches: Sequence[Any], forward: Forward, report: Callable[[Any, Tensor], Any]) -> list[Any]:
+    """Forward alone: `report(batch, output)` of the last stage for every batch, in order; on ranks without that stage none."""
+    given = list(batches)
+    if model.world.config.vpp > 1:  # virtual stages need as many as there are ranks: the last one again, its report dropped
+        given += given[-1:] * (model.world.config.pp - len(given))
+    nothing = torch.zeros((), device=model.world.device)
+    reports = _run(model, given, forward, lambda batch, output: (nothing, report(batch, output)), forward_only=True)
+    return reports[: len(batches)]
+
+
+def _run(model: ParallelModel, batches: Sequence[Any], forward: Forward, loss: Loss, *, forward_only: bool) -> list[Any]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
     def step(iterator: Any, chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
-        batch = next(iterator)
+        number, batch = next(iterator)
+        if model.rows is not None:
+            model.rows.micro_batch = number  # every stage sees the micro-batches in order, whatever the schedule
         output = forward(chunk, batch)
 
         def scalar(out: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -118,16 +162,32 @@ def run_step(
 
         return output, scalar
 
-    config: Any = model.module.config
-    config.finalize_model_grads_func = finish
-    config.no_sync_func = model.ddp.no_sync
-    return get_forward_backward_func(pp_size=model.world.groups.pp.size(), vp_size=None)(
-        forward_step_func=step,
-        data_iterator=iter(micro_batches),
-        model=[model.ddp],
-        num_microbatches=len(micro_batches),
-        seq_length=0,  # unused without pipelines, as is the next
-        micro_batch_size=0,
-        forward_only=False,
-        pg_collection=model.world.groups,
-    )
+    layout, groups, config = model.world.config, model.world.groups, model.config
+    options: dict[str, Any] = {}
+    if layout.pp > 1:
+        options["p2p_communicator"] = P2PCommunicator(groups.pp, config)
+    if layout.vpp > 1:
+        config.microbatch_group_size_per_vp_stage = group_size(layout, len(batches))
+    try:
+        return get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)(
+            forward_step_func=step,
+            data_iterator=[iter(enumerate(batches)) for _ in model.ddps],
+            model=list(model.ddps),
+            num_microbatches=len(batches),
+            seq_length=1,  # unused, as is the next: payloads carry their shape
+            micro_batch_size=1,
+            forward_only=forward_only,
+            pg_collection=groups,
+            **options,
+        )
+    finally:
+        if model.rows is not None:
+            model.rows.clear()
+
+
+def from_last_stage(values: Tensor, world: World) -> Tensor:
+    """The tensor of the ranks that hold the last stage, on all pipeline ranks; each gives one of its shape. In place."""
+    group = world.groups.pp
+    if group.size() > 1:
+        dist.broadcast(values, src=dist.get_global_rank(group, group.size() - 1), group=group)
+    return values

@@ -7,7 +7,7 @@ gathers the updated weights. Without ZeRO, or without replicas, every part is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -62,10 +62,10 @@ class Shard:
 class Shards(Mapping[str, Shard]):
     """The parts of all trained parameters by name, in the model's order; an empty part has start == stop."""
 
-    def __init__(self, shards: Mapping[str, Shard], world: World | None = None, buffers: Any = None):
+    def __init__(self, shards: Mapping[str, Shard], world: World | None = None, buffers: Sequence[Any] = ()):
         self._shards = dict(shards)
         self.world = world
-        self._buffers = buffers  # megatron-core's DistributedDataParallel, where the weights lie in gathered buffers
+        self._buffers = buffers  # megatron-core's DistributedDataParallel of each stage, where the weights lie in gathered buffers
 
     @classmethod
     def whole(cls, cards: CardTable) -> Shards:
@@ -73,9 +73,9 @@ class Shards(Mapping[str, Shard]):
         return cls({card.name: Shard(p, ((0, p.numel()),), 0, None, True) for card, p in cards.trained()})
 
     @classmethod
-    def of(cls, buffers: Any, cards: CardTable, world: World) -> Shards:
-        """The cut that megatron-core's DistributedDataParallel `buffers` makes."""
-        ranges = _cut(buffers) if buffers.ddp_config.use_distributed_optimizer else {}
+    def of(cls, buffers: Sequence[Any], cards: CardTable, world: World) -> Shards:
+        """The cut that megatron-core's DistributedDataParallel makes of each stage."""
+        ranges = {p: parts for of in buffers if of.ddp_config.use_distributed_optimizer for p, parts in _cut(of).items()}
         shards = {}
         for card, p in cards.trained():
             group = world.groups.expt_dp if card.placement.group is Group.EXPERT else world.groups.dp_cp
@@ -126,12 +126,15 @@ class Shards(Mapping[str, Shard]):
     @torch.no_grad()
     def sync(self) -> None:
         """Gathers the updated parts into whole weights on every rank; nothing to do without ZeRO."""
-        if self._buffers is not None and self._buffers.ddp_config.use_distributed_optimizer:
-            self._buffers.start_param_sync(force_sync=True)
+        for buffers in self._buffers:
+            if buffers.ddp_config.use_distributed_optimizer:
+                buffers.start_param_sync(force_sync=True)
 
 
 def _first_of_replicas(card: Card, world: World) -> bool:
-    """Whether this tensor rank counts the parameter: each shard counts, of equal copies the first alone."""
+    """Whether this rank counts the parameter: each shard counts, of equal copies the first alone."""
+    if card.placement.both_ends and world.groups.pp.rank() > 0:
+        return False
     if card.placement.group is Group.EXPERT or card.placement.tensor in (TensorAxis.ROWS, TensorAxis.COLS):
         return True
     return world.groups.tp.rank() == 0

@@ -33,7 +33,7 @@ AXES = {
     "data": ("dp", "dp_cp"),
     "expert": ("ep", "tp_ep"),
     "expert-data": ("expt_dp",),
-    "pipeline": ("pp",),
+    "pipeline": ("pp", "embd"),
     "all": ("tp_dp_cp",),  # every rank that holds other tokens: expert loads
 }
 
@@ -49,7 +49,7 @@ class Traffic(TorchDispatchMode):
         for axis, fields in AXES.items():
             for field in fields:
                 group = getattr(world.groups, field, None)
-                if group is not None:
+                if isinstance(group, ProcessGroup):
                     self._axes[group.group_name] = axis
 
     @contextlib.contextmanager
@@ -88,7 +88,10 @@ class Traffic(TorchDispatchMode):
         at = next(i for i, a in enumerate(func._schema.arguments) if a.name == "process_group")
         group = ProcessGroup.unbox(args[at])
         if sent := rule(args, group.size(), group.rank()):
-            of_axis = self.bytes.setdefault(self._axes.get(group.group_name, "all"), {})
+            axis = self._axes.get(group.group_name, "all")
+            if collective == "send" and group.group_name == dist.group.WORLD.group_name:
+                axis = "pipeline"  # between two pipeline ranks megatron-core sends one way through the group of all
+            of_axis = self.bytes.setdefault(axis, {})
             of_axis[collective] = of_axis.get(collective, 0) + sent
 
 

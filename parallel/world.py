@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from parallel import cpu_backend
 from parallel.config import ParallelConfig, ParallelError, check_sizes, data_parallel_size, sequence_parallel, world_size
+from parallel.stages import stage_count
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -35,6 +36,11 @@ class World:
     @property
     def data_size(self) -> int:
         return self.groups.dp.size()
+
+    @property
+    def stages(self) -> range:
+        """The pipeline stages of this rank, by their number in the model's order; one without virtual stages."""
+        return range(self.groups.pp.rank(), stage_count(self.config), self.config.pp)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -86,6 +92,7 @@ def start(config: ParallelConfig | None = None, device: str = "auto") -> World:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tp,
             pipeline_model_parallel_size=config.pp,
+            virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
             context_parallel_size=config.cp,
             expert_model_parallel_size=config.ep,
             expert_tensor_parallel_size=1,

@@ -33,17 +33,17 @@ def assemble(
     dtype: torch.dtype,
     seed: int,
     steps: int,
-    prepare: Callable[[k3.Stage], None] = lambda stage: None,
+    prepare: Callable[[k3.Model], None] = lambda model: None,
 ) -> Parts:
     """This rank's share of a run of `steps` steps; parameters are drawn from `seed`.
 
     `prepare` may change the drawn parameters: the optimizer's masters are taken from what it leaves.
     """
-    stage = k3.build(model, world, dtype=dtype, seed=seed)
-    prepare(stage)
-    cards = k3.cards(stage)
-    wrapped = parallel.wrap(stage, cards, world)
+    built = k3.build(model, world, dtype=dtype, seed=seed)
+    prepare(built)
+    cards = k3.cards(built)
+    wrapped = parallel.wrap(built, cards, world, stages=built.stages, rows=built.rows)
     optimizer = optim.build(
-        dials, cards, shards=wrapped.shards, steps=steps, clip_targets=k3.clip_targets(stage), balancing=k3.balancing(stage)
+        dials, cards, shards=wrapped.shards, steps=steps, clip_targets=k3.clip_targets(built), balancing=k3.balancing(built)
     )
     return Parts(wrapped, optimizer, Objective((1.0, *[model.mtp_weight] * model.mtp_layers), world))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data.batch import Batch
+from parallel.schedule import ParallelModel, evaluate, from_last_stage
 from parallel.world import World
 
 
@@ -36,10 +37,12 @@ class Objective:
         # context and tensor ranks were given the same whole rows
         return self._sum(counts.to(torch.float64), self.world.groups.dp).clamp(min=1)
 
-    def forward(self, model: nn.Module, batch: Batch, step_tokens: int) -> Tensor:
-        """The losses [1 + M, B, T / context ranks] of one micro-batch out of a step of `step_tokens` tokens."""
+    def forward(self, stage: nn.Module, batch: Batch, step_tokens: int) -> Tensor:
+        """The losses [1 + M, B, T / context ranks] of one micro-batch out of a step of `step_tokens` tokens, from the last stage;
+        from the others what goes on to the next.
+        """
         batch = to_device(batch, self.world.device)
-        return model(
+        return stage(
             batch.tokens,
             batch.document_starts,
             labels=batch.labels,
@@ -55,8 +58,11 @@ class Objective:
         return (parts * weights).sum(), parts.detach()
 
     def total(self, shares: Sequence[Tensor]) -> list[float]:
-        """The step's losses [1 + M] from its micro-batches' parts."""
-        return self._sum(torch.stack(list(shares)).to(torch.float64).sum(0), self.world.groups.dp_cp).tolist()
+        """The step's losses [1 + M] from its micro-batches' parts, which ranks without the last stage have none of."""
+        total = torch.zeros(self.horizon, dtype=torch.float64, device=self.world.device)
+        if shares:
+            total += torch.stack(list(shares)).to(torch.float64).sum(0)
+        return from_last_stage(self._sum(total, self.world.groups.dp_cp), self.world).tolist()
 
     def _sum(self, values: Tensor, group: Any) -> Tensor:
         if group.size() > 1:
@@ -69,31 +75,44 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch if batch.tokens.device == device else batch.to(device)
 
 
-@torch.no_grad()
-def heldout_loss(model: nn.Module, batches: Sequence[Batch], world: World) -> float:
+def heldout_loss(model: ParallelModel, batches: Sequence[Batch]) -> float:
     """Mean next-token cross-entropy in nats over all counted targets of a fixed set. Leaves the model's mode as it was.
 
     Data ranks share the batches; every rank must call it with the same ones. Computed from logits: the MTP layers play no part.
     """
-    training = model.training
-    model.eval()
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    world, module = model.world, model.module
+    numbers = range(world.data_rank, len(batches), world.data_size)
+    # the others wait in expert dispatch: a rank with one batch less takes part with any, which does not count
+    filled = [*numbers, *[0] * (-(-len(batches) // world.data_size) - len(numbers))]
+    training = module.training
+    module.eval()
     try:
-        for first in range(0, len(batches), world.data_size):
-            number = first + world.data_rank
-            counts = number < len(batches)  # the others wait in expert dispatch: a rank without a batch takes part with any
-            batch = to_device(batches[number if counts else first], world.device)
-            logits = model(batch.tokens, batch.document_starts)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-            mask = batch.loss_mask[0].flatten()
-            if counts:
-                total += losses.masked_fill(~mask, 0).sum(dtype=torch.float64).cpu()
-                count += int(mask.sum())
+        sums = evaluate(
+            model,
+            [batches[i] for i in filled],
+            lambda stage, batch: _logits(stage, to_device(batch, world.device)),
+            _summed_loss,
+        )
     finally:
-        model.train(training)
+        module.train(training)
+    counted = sums[: len(numbers)]
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    if counted:
+        total += torch.stack(counted).sum(0)
     if world.data_size > 1:
-        sums = torch.stack([total, total.new_tensor(count)]).to(world.device)
-        dist.all_reduce(sums, group=world.groups.dp)
-        total, count = sums[0].cpu(), int(sums[1])
-    return (total / max(count, 1)).item()
+        dist.all_reduce(total, group=world.groups.dp)
+    loss, count = from_last_stage(total, world).tolist()
+    return loss / max(count, 1)
+
+
+def _logits(stage: nn.Module, batch: Batch) -> Tensor:
+    return stage(batch.tokens, batch.document_starts)
+
+
+def _summed_loss(batch: Batch, logits: Tensor) -> Tensor:
+    """[2] float64: the sum of the counted targets' losses, and their number."""
+    batch = to_device(batch, logits.device)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    mask = batch.loss_mask[0].flatten()
+    return torch.stack([losses.masked_fill(~mask, 0).sum(dtype=torch.float64), mask.sum(dtype=torch.float64)])

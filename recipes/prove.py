@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from k3.layout import check_layout
 from parallel.config import world_size
 from parallel.local import Helper, RankError
+from parallel.stages import group_size
 from recipes import processes
 from recipes.compose import compose
 from recipes.config import Config, ProofDType
@@ -62,6 +63,8 @@ def check(cfg: Config) -> None:
     if wrong:
         raise UserError("\n".join(wrong))
     check_layout(cfg.model, cfg.parallel, length=cfg.prove.length)
+    if cfg.parallel.vpp > 1:
+        group_size(cfg.parallel, cfg.prove.accumulation)
     check_memory(cfg, on_cpu=True, width=8 if cfg.prove.dtype is ProofDType.float64 else 4)
 
 

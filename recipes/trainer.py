@@ -126,7 +126,7 @@ class Trainer:
         shares = run_step(
             self.model,
             batch.micro_batches,
-            lambda model, micro: self.objective.forward(model, micro, batch.tokens),
+            lambda stage, micro: self.objective.forward(stage, micro, batch.tokens),
             lambda _, losses: self.objective.share(losses, denominators),
         )
         self._each("gradients")

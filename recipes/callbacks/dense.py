@@ -48,7 +48,7 @@ class DenseComparison(Callback):
             "steps": steps,
             "tokens": dense.progress.tokens,
             "train_seconds": dense.progress.train_seconds,
-            "heldout_loss": heldout_loss(dense.module, self.heldout, dense.objective.world),
+            "heldout_loss": heldout_loss(dense.model, self.heldout),
             "k3_tokens": k3["tokens"],
             "k3_train_seconds": k3["train_seconds"],
             "k3_heldout_loss": k3["heldout_loss"],

@@ -29,7 +29,7 @@ class Evaluation(Callback):
         due = self.every > 0 and result.step % self.every == 0
         if not due and result.step not in (self.also, trainer.steps):
             return
-        loss = heldout_loss(trainer.module, self.batches, trainer.objective.world)
+        loss = heldout_loss(trainer.model, self.batches)
         result.metrics |= {"heldout_loss": loss, "bigram_loss": self.baselines.bigram, "unigram_loss": self.baselines.unigram}
         say(
             f"step {result.step}: held-out loss {loss:.4f} nats "

@@ -70,6 +70,8 @@ def drift(cards: CardTable, world: World) -> dict[str, list[str]]:
     """The parameters and router biases whose copies are not bitwise equal on all ranks that hold them, with the axes."""
     names = list(cards)
     groups = {"tensor": world.groups.tp, "data": world.groups.dp_cp, "expert-data": world.groups.expt_dp}
+    if world.groups.pp.rank() in (0, world.groups.pp.size() - 1):
+        groups["pipeline"] = world.groups.embd
     found = torch.zeros(len(groups), len(names), dtype=torch.int64)
     for i, (axis, group) in enumerate(groups.items()):
         held = [n for n, name in enumerate(names) if axis in _copied_over(cards[name])]
@@ -81,7 +83,7 @@ def drift(cards: CardTable, world: World) -> dict[str, list[str]]:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         for n, differs in zip(held, (least != most).split([len(b) for b in bits])):
             found[i, n] = differs.any()
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)  # a group that another rank belongs to
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=world.groups.tp_dp_cp)  # a group that another rank belongs to
     axes = list(groups)
     return {names[n]: [axes[i] for i in range(len(axes)) if found[i, n]] for n in range(len(names)) if found[:, n].any()}
 
@@ -91,7 +93,8 @@ def _copied_over(card: Card) -> tuple[str, ...]:
         return "tensor", "data"
     if card.placement.group is Group.EXPERT:
         return ("expert-data",)
-    return ("data",) if card.placement.tensor in (TensorAxis.ROWS, TensorAxis.COLS) else ("tensor", "data")
+    ends = ("pipeline",) if card.placement.both_ends else ()
+    return ("data", *ends) if card.placement.tensor in (TensorAxis.ROWS, TensorAxis.COLS) else ("tensor", "data", *ends)
 
 
 def _bits(tensor: Tensor) -> Tensor:

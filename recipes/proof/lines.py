@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parallel.config import sequence_parallel, world_size
+from parallel.stages import split_layers
 from recipes.config import Config
 from recipes.errors import shown
 from recipes.proof.compare import Difference, Report
@@ -23,8 +24,10 @@ def heading(cfg: Config) -> Iterator[str]:
     yield "versions    " + ", ".join(f"{name} {value}" for name, value in facts.items())
     yield (
         f"layout      tp {p.tp}{' with sequence parallelism' if sequence_parallel(p) else ''}, cp {p.cp}, ep {p.ep}, dp {p.dp}, "
-        f"pp {p.pp}, {f'ZeRO-{p.zero}' if p.zero else 'no ZeRO'}"
+        f"pp {p.pp}, vpp {p.vpp}, {f'ZeRO-{p.zero}' if p.zero else 'no ZeRO'}"
     )
+    if p.pp > 1:
+        yield f"stages      {', '.join(str(len(of)) for of in split_layers(cfg.model.layers, p))} layers"
     if world_size(p) == 1:
         yield "            one process compared with itself: give parallel sizes, such as parallel.tp=2"
     yield (

@@ -18,12 +18,12 @@ ROUTER_BIAS = 0.01  # uneven loads, and tokens for every expert
 
 
 @torch.no_grad()
-def randomise(stage: k3.Stage, seed: int) -> None:
+def randomise(model: k3.Model, seed: int) -> None:
     """Moves everything off its first value: queries, norms, A_log, dt_bias and router biases included.
 
     As first values are, noise is drawn whole from (seed, name), and every rank takes its shard: all layouts begin alike.
     """
-    table = k3.cards(stage)
+    table = k3.cards(model)
     for name, card in table.items():
         spread = ROUTER_BIAS if card.role == "router bias" else SPREAD[card.init]
         if not spread:
@@ -31,7 +31,7 @@ def randomise(stage: k3.Stage, seed: int) -> None:
         if card.blocks.per_expert:
             raise ValueError(f"{name}: expert weights that begin at {card.init!r} have no rule here")
         target = table.tensor(name)
-        target += (shard(_noise(card, seed), card, stage.world) * spread).to(target.dtype)
+        target += (shard(_noise(card, seed), card, model.world) * spread).to(target.dtype)
 
 
 def _noise(card: Card, seed: int) -> Tensor:

@@ -38,7 +38,7 @@ def on_rank(cfg: Config, traffic: bool = True) -> Trace | None:
     world = parallel.start(cfg.parallel, "cpu")
     parts = assemble(
         cfg.model, cfg.optim, world, dtype=DTYPES[prove.dtype], seed=prove.seed, steps=prove.steps,
-        prepare=lambda stage: randomise(stage, prove.seed),
+        prepare=lambda model: randomise(model, prove.seed),
     )  # fmt: skip
     horizon = parts.objective.horizon
     stream = Batches(prove, cfg.model.vocab_size, horizon, rank=world.data_rank, of=world.data_size)
@@ -73,9 +73,9 @@ class Recorder(Callback):
 
     def __init__(self, parts: Parts, world: World):
         self.parts, self.world = parts, world
-        self.stage = unwrap(parts.model.module)
-        self.cards = k3.cards(self.stage)
-        self.watch = Watch(self.stage)
+        self.model = unwrap(parts.model.module)
+        self.cards = k3.cards(self.model)
+        self.watch = Watch(self.model)
         self.trace = Trace(processes=world.size)
         self.loads: list[dict[str, Tensor]] = []
         self.traffic: Traffic | None = None
@@ -89,7 +89,7 @@ class Recorder(Callback):
         self.trace.losses.append(result.losses)
         self.trace.grad_norms.append(result.report.grad_norm)
         self.trace.skipped.append(result.report.skipped)
-        self.loads.append({b.name: b.load.clone() for b in k3.balancing(self.stage)})
+        self.loads.append({b.name: b.load.clone() for b in k3.balancing(self.model)})
 
     def finish(self) -> Trace:
         """Collective."""
@@ -103,6 +103,6 @@ class Recorder(Callback):
             t.gaps[name] = gaps.unflatten(0, (steps, -1))
         t.loads = {name: torch.stack([loads[name] for loads in self.loads]) for name in self.loads[0]}
         t.traffic = {} if self.traffic is None else self.traffic.of_all_ranks()
-        t.bins = {f"{b.name}.feed_forward.router.balancer.bias": _bin(b) for b in k3.balancing(self.stage)}
+        t.bins = {f"{b.name}.feed_forward.router.balancer.bias": _bin(b) for b in k3.balancing(self.model)}
         t.muon = {row.name for row in self.parts.optimizer.table.of(Optimizer.MUON)}
         return t

@@ -56,9 +56,10 @@ def trace(cfg: Config, helper: Helper, *, traffic: bool = True) -> Trace:
 
 
 def merge(stages: Sequence[Trace]) -> Trace:
-    """One trace of the pipeline stages' own: each holds its part of the model, and the last one the losses."""
-    out = stages[-1]
+    """One trace of the pipeline ranks' own: each holds its part of the model, and all of them the losses."""
+    out = stages[0]
     for name in ("gradients", "weights", "bins", "outputs", "chosen", "gaps", "loads", "drift"):
-        setattr(out, name, {key: value for stage in stages for key, value in getattr(stage, name).items()})
+        # the first stage's where the last one holds a copy
+        setattr(out, name, {key: value for stage in reversed(stages) for key, value in getattr(stage, name).items()})
     out.muon = set().union(*(stage.muon for stage in stages))
     return out

@@ -17,18 +17,19 @@ PARTS = ("embedding", "attention", "feed_forward")  # last part of the names of 
 
 
 class Watch:
-    """Hooks on a stage. Call `gather` on all ranks."""
+    """Hooks on this rank's part of a model. The `whole_` methods are collective."""
 
-    def __init__(self, stage: k3.Stage):
-        self.world: World = stage.world
+    def __init__(self, model: k3.Model):
+        self.world: World = model.world
         self.rows = 0  # of this rank's micro-batch
         self.outputs: dict[str, Tensor] = {}  # of the first forward pass, in the order of execution
         self.chosen: dict[str, list[Tensor]] = {}  # by router, one a forward pass: [N, k]
         self.gaps: dict[str, list[Tensor]] = {}  # likewise: [N]
         self.forward = False  # parts that are computed again in the backward pass are not recorded again
-        stage.register_forward_pre_hook(lambda *_: setattr(self, "forward", True))
-        stage.register_forward_hook(lambda *_: setattr(self, "forward", False))
-        for name, module in stage.named_modules():
+        for stage in model.stages:
+            stage.register_forward_pre_hook(lambda *_: setattr(self, "forward", True))
+            stage.register_forward_hook(lambda *_: setattr(self, "forward", False))
+        for name, module in model.named_modules():
             if name.rsplit(".", 1)[-1] in PARTS:
                 module.register_forward_hook(self._part(name))
             if isinstance(module, Router):
@@ -36,8 +37,7 @@ class Watch:
 
     def _part(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            if name == "embedding":
-                self.rows = output.shape[1]
+            self.rows = output.shape[1]
             if self.forward and name not in self.outputs:
                 self.outputs[name] = output.detach().clone()
 

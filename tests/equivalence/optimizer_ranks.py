@@ -150,7 +150,7 @@ def _train(case: Case, world: World) -> dict[str, Any]:
     groups = world.groups
     tensors = {n: nn.Parameter(_local(n, value, world).to(dtype_of(n, case.dtype))) for n, value in drawn(0).items()}
     cards = cards_of(tensors)
-    mark(cards)
+    mark(cards, world)
     model = parallel.wrap(_Toy(megatron_config(k3.preset("tiny"), world, case.dtype), tensors), cards, world)
     target = target_of(HEADS // groups.tp.size())
 
@@ -173,7 +173,7 @@ def _train(case: Case, world: World) -> dict[str, Any]:
             tensors[name].main_grad.copy_(_contribution(name, gradient, world))
         if step == BAD and world.rank == world.size - 1:
             tensors["g.weight"].main_grad[0, 0] = torch.nan
-        model.ddp.start_grad_sync()  # no backward pass tells megatron-core that gradients are there
+        model.ddps[0].start_grad_sync()  # no backward pass tells megatron-core that gradients are there
         model.finish()
         seen = logits_of(step).chunk(groups.tp.size())[groups.tp.rank()]
         elsewhere = step % groups.dp_cp.size() != groups.dp_cp.rank()  # the largest logits are among another rank's tokens

@@ -43,7 +43,7 @@ def reductions_begun(cfg: Config) -> list[tuple[int, int]]:
     finish = parts.model.finish
 
     def look_first() -> None:
-        ddp = parts.model.ddp
+        (ddp,) = parts.model.ddps
         groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
         seen.append((sum(g.grad_reduce_handle is not None for g in groups), len(groups)))
         finish()

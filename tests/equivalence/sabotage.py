@@ -136,7 +136,7 @@ def divided_by_data_ranks() -> None:
 
     def change(init: Any, model: ParallelModel, *args: Any) -> None:
         init(model, *args)
-        for group in (*model.ddp.bucket_groups, *model.ddp.expert_parallel_bucket_groups):
+        for group in (*model.ddps[0].bucket_groups, *model.ddps[0].expert_parallel_bucket_groups):
             for bucket in group.buckets:
                 bucket.gradient_scaling_factor = 1 / model.world.groups.dp_cp.size()
 

@@ -37,7 +37,7 @@ def test_logits_and_hidden(dtype: torch.dtype) -> None:
     want = load("forward")
     m = model(dtype)
     hidden = []
-    hooks = [layer.register_forward_hook(lambda _, __, out: hidden.append(out.prefix)) for layer in m.layers]
+    hooks = [layer.register_forward_hook(lambda _, __, out: hidden.append(out.prefix)) for layer in m.layers.values()]
     try:
         with torch.no_grad():
             logits = m(want["tokens"])
@@ -66,7 +66,7 @@ def test_routes_and_largest_logits(dtype: torch.dtype) -> None:
     want = load("forward")
     m = model(dtype).train()
     routes = []
-    routers = [layer.feed_forward.router for layer in m.layers if hasattr(layer.feed_forward, "router")]
+    routers = [layer.feed_forward.router for layer in m.layers.values() if hasattr(layer.feed_forward, "router")]
     hooks = [r.register_forward_hook(lambda _, __, out: routes.append(out[0])) for r in routers]
     targets = k3.clip_targets(m)
     for target in targets:

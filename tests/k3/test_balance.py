@@ -58,7 +58,7 @@ def test_recomputation_counts_nothing_twice(reentrant: bool) -> None:
     plain, recomputed = build(), build()
     x = tokens(2, 24)
     run(plain, x)
-    for layer in recomputed.layers:
+    for layer in recomputed.layers.values():
         inner: Callable = layer.feed_forward.forward
         layer.feed_forward.forward = lambda h, context, f=inner: checkpoint(f, h, context, use_reentrant=reentrant)
     run(recomputed, x)

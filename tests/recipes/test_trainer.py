@@ -103,7 +103,7 @@ def test_heldout_loss_is_the_training_loss_of_the_same_batch_and_leaves_no_trace
     expected = trainer.objective.share(losses.detach(), denominators)[1][0].item()
     for target in k3.clip_targets(trainer.module):
         target.reset()
-    assert heldout_loss(trainer.module, [batch], trainer.objective.world) == pytest.approx(expected, rel=1e-12)
+    assert heldout_loss(trainer.model, [batch]) == pytest.approx(expected, rel=1e-12)
     assert trainer.module.training
     assert all(t.max_logits.eq(-torch.inf).all() for t in k3.clip_targets(trainer.module)), (
         "evaluation must not feed the weight clip"
@@ -116,7 +116,7 @@ def test_it_learns(make):
     assert trainer.run(30)
     first = math.log(256)
     batch = next(trainer.stream).micro_batches
-    assert heldout_loss(trainer.module, batch, trainer.objective.world) < first - 1.5
+    assert heldout_loss(trainer.model, batch) < first - 1.5
     assert trainer.progress.step == 30 and trainer.progress.tokens == 30 * 16 * 32
 
 

@@ -1,0 +1,55 @@
+"""The model as one rank holds it: its pipeline stages, under the names that their parts have in the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from k3.config import K3Config, Residual
+from k3.stage import Stage
+from parallel.megatron import TransformerConfig
+from parallel.rows import RowBank, RowPlan
+from parallel.stages import split_layers
+from parallel.world import World
+
+
+class Model(nn.Module):
+    """Build it with `k3.build`, which also draws the parameters.
+
+    Without pipelines it is one stage, and calling it calls that: `model(tokens)` gives logits, with `labels` per-token losses
+    (see Stage.forward). Otherwise `parallel.run_step` runs `stages`, each in its turn; `rows` is what they share.
+    """
+
+    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+        super().__init__()
+        self.k3, self.world = config, world
+        layers = split_layers(config.layers, world.config)
+        self.rows = RowBank(RowPlan(rows_made(config, layers), world.config.pp))
+        # a tuple, and so no submodule: their parts are, under the whole model's names
+        self.stages = tuple(Stage(config, megatron, world, number, layers[number], self.rows) for number in world.stages)
+        first, last = self.stages[0], self.stages[-1]
+        if owner := next((s for s in self.stages if hasattr(s, "embedding")), None):
+            self.embedding = owner.embedding
+        self.layers = nn.ModuleDict({name: layer for stage in self.stages for name, layer in stage.layers.items()})
+        if last.is_last:
+            self.output_residual, self.norm, self.head, self.mtp = last.output_residual, last.norm, last.head, last.mtp
+        self.is_whole = first.is_first and last.is_last and len(self.stages) == 1
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.is_whole:
+            raise RuntimeError("this rank holds stages of a pipeline, which run together: call parallel.run_step")
+        return self.stages[0](*args, **kwargs)
+
+    def holds(self, name: str) -> bool:
+        """Whether the part that a parameter or buffer of the whole model belongs to is on this rank."""
+        parts = [name for name, part in self.named_children() if not isinstance(part, (nn.ModuleDict, nn.ModuleList))]
+        parts += [f"{group}.{i}" for group in ("layers", "mtp") for i, _ in getattr(self, group, nn.Module()).named_children()]
+        return name.startswith(tuple(f"{part}." for part in parts))
+
+
+def rows_made(config: K3Config, layers: list[range]) -> tuple[int, ...]:
+    """How many rows the bank of Attention Residuals holds after each stage: one for every block that has begun."""
+    if config.residual is not Residual.attnres:
+        return (0,) * len(layers)
+    return tuple(-(-of.stop // config.residual_block) for of in layers)

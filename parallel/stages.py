@@ -1,0 +1,78 @@
+"""How a model is cut into pipeline stages, and a step's micro-batches into groups: plain arithmetic, read before torch is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+
+from parallel.config import ParallelConfig, ParallelError
+
+
+def stage_count(config: ParallelConfig) -> int:
+    return config.pp * config.vpp
+
+
+def split_layers(layers: int, config: ParallelConfig) -> list[range]:
+    """The layers of each of the pp * vpp stages, in the model's order: `config.split`, or as even as it can be.
+
+    Stage g runs on pipeline rank g % pp. What an even split leaves over goes to the stages before the last, which has the head.
+    Raises ParallelError where `split` does not fit.
+    """
+    if config.split is None:
+        count = stage_count(config)
+        sizes = [layers // count] * count
+        for i in range(layers % count):
+            sizes[(count - 2 - i) % count] += 1
+    else:
+        sizes = config.split
+    if wrong := list(_misfits(layers, config, sizes)):
+        raise ParallelError("\n".join(wrong))
+    return [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
+
+
+def _misfits(layers: int, config: ParallelConfig, sizes: list[int]) -> Iterator[str]:
+    count = stage_count(config)
+    typed = f"parallel.split={sizes}".replace(" ", "")
+    if config.split is not None and len(sizes) != count:
+        yield f"{typed}: {len(sizes)} numbers for pp * vpp = {config.pp} * {config.vpp} = {count} stages; give one for each"
+    elif any(size < 0 for size in sizes) or sum(sizes) != layers:
+        yield f"{typed}: adds up to {sum(sizes)}, and the model has {layers} layers; give {layers} in all"
+    elif empty := [i for i, size in enumerate(sizes) if not size and 0 < i < count - 1]:
+        if config.split is None:
+            yield (
+                f"parallel.pp={config.pp} and parallel.vpp={config.vpp}: {count} stages for {layers} layers; give at most {layers}, "
+                "or a parallel.split whose first or last stage has no layers"
+            )
+        else:
+            yield f"{typed}: stage {empty[0]} has no layers; only the first (embedding) and the last (head) may have none"
+
+
+def group_size(config: ParallelConfig, micro_batches: int) -> int:
+    """How many micro-batches in a row pass each virtual stage: `config.group`, or pp, or more where a step's last group would
+    fall short of pp.
+
+    Raises ParallelError where megatron-core's interleaved schedule cannot run a step of `micro_batches`.
+    """
+    pp = config.pp
+    if micro_batches < pp:
+        raise ParallelError(
+            f"parallel.vpp={config.vpp}: a step has {micro_batches} micro-batches, and virtual stages need at least pp = {pp}; "
+            f"accumulate {pp}, or give parallel.vpp=1"
+        )
+    if config.group is None:
+        return next(g for g in range(pp, micro_batches + 1) if _fits(g, pp, micro_batches))
+    if not _fits(config.group, pp, micro_batches):
+        fitting = [str(g) for g in range(pp, micro_batches + 1) if _fits(g, pp, micro_batches)]
+        raise ParallelError(
+            f"parallel.group={config.group}: must lie between pp = {pp} and the {micro_batches} micro-batches of a step, and leave "
+            f"none or at least {pp} over; {', '.join(fitting)} fit"
+        )
+    return config.group
+
+
+def _fits(group: int, pp: int, micro_batches: int) -> bool:
+    return pp <= group <= micro_batches and not 0 < micro_batches % group < pp
+
+
+def overlaps_p2p(config: ParallelConfig) -> bool:
+    return config.vpp > 1 if config.overlap_p2p is None else config.overlap_p2p
