@@ -25,6 +25,11 @@ def micro_batch(cfg: DataConfig, of: int = 1) -> int:
     return cfg.micro_batch_size if cfg.micro_batch_size is not None else max(1, cfg.batch_size // of)
 
 
+def micro_batches(cfg: DataConfig, of: int = 1) -> int:
+    """Forward passes of each data rank in a step."""
+    return cfg.batch_size // (micro_batch(cfg, of) * of)
+
+
 def validate(cfg: DataConfig, *, of: int = 1) -> None:
     """Checks the numbers, and that `of` data ranks can share a step. Raises DataError with every broken rule, one a line."""
     broken = []

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
-
-from k3.construct import unwrap
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: Callable[[Tensor], Tensor],
     tokens: Tensor,
     max_new_tokens: int,
     *,
@@ -19,7 +19,7 @@ def generate(
     seed: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """tokens [B, T] int64, T >= 1 -> [B, T + new].
+    """tokens [B, T] int64, T >= 1 -> [B, T + new]. `model` gives logits [B, T, V] of tokens [B, T], or the last position's alone.
 
     temperature 0 takes the likeliest token; `stop` ends early once every row drew it.
     The draw depends on `seed` alone, not on the global random state. Raises ValueError for an empty prompt, a negative
@@ -31,14 +31,15 @@ def generate(
         raise ValueError(f"temperature={temperature}: must be at least 0 (0 takes the likeliest token)")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: must be at least 1, or None for the whole vocabulary")
-    stage = unwrap(model)
     generator = torch.Generator(device=tokens.device).manual_seed(seed)
-    was_training = stage.training
-    stage.eval()
+    module = model if isinstance(model, nn.Module) else None
+    was_training = module is not None and module.training
+    if module is not None:
+        module.eval()
     try:
         finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         for _ in range(max_new_tokens):
-            logits = stage(tokens)[:, -1].float()
+            logits = model(tokens)[:, -1].float()
             if temperature == 0:
                 chosen = logits.argmax(-1, keepdim=True)
             else:
@@ -52,5 +53,6 @@ def generate(
                 if bool(finished.all()):
                     break
     finally:
-        stage.train(was_training)
+        if module is not None:
+            module.train(was_training)
     return tokens

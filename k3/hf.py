@@ -20,6 +20,7 @@ from torch import Tensor
 from k3.cards import published_prefix
 from k3.construct import build, cards, unwrap
 from k3.hf_config import from_published, to_published
+from k3.model import Model
 from parallel.cards import Card
 from parallel.world import World
 
@@ -32,7 +33,7 @@ class CheckpointError(ValueError):
     """A folder that is not a whole checkpoint of the model its config.json describes; the message lists names."""
 
 
-def load(path: str | os.PathLike[str], dtype: torch.dtype | None = None, world: World | None = None) -> torch.nn.Module:
+def load(path: str | os.PathLike[str], dtype: torch.dtype | None = None, world: World | None = None) -> Model:
     """The model in folder `path`: config.json and model.safetensors, or several files with an index.
 
     `dtype` None takes the stored one of the matrices; tensors that the release keeps in float32 stay so. Raises
@@ -77,17 +78,17 @@ def save(
     folder = Path(path)
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; give a new folder or remove it")
-    stage = unwrap(model)
-    _refuse_cut(stage.world)
+    whole = unwrap(model)
+    _refuse_cut(whole.world)
     building = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     try:
-        document = to_published(stage.k3)
+        document = to_published(whole.k3)
         if not mtp:
             document.get("text_config", document)["num_nextn_predict_layers"] = 0
         (building / "config.json").write_text(json.dumps(document, indent=1) + "\n")
-        _write_shards(building, _published_tensors(stage, mtp), shard_bytes)
+        _write_shards(building, _published_tensors(whole, mtp), shard_bytes)
         os.replace(building, folder)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
@@ -169,9 +170,9 @@ def _some(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _published_tensors(stage: torch.nn.Module, mtp: bool) -> Iterator[tuple[str, Tensor]]:
-    table = cards(stage)
-    length = getattr(stage, "a_log_length", None)
+def _published_tensors(model: Model, mtp: bool) -> Iterator[tuple[str, Tensor]]:
+    table = cards(model)
+    length = model.a_log_length
     for card in table.values():
         if card.name.startswith("mtp.") and not mtp:
             continue

@@ -34,6 +34,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleDict({name: layer for stage in self.stages for name, layer in stage.layers.items()})
         if last.is_last:
             self.output_residual, self.norm, self.head, self.mtp = last.output_residual, last.norm, last.head, last.mtp
+        self.a_log_length: int | None = None  # of the published checkpoint it was loaded from (k3/hf.py)
         self.is_whole = first.is_first and last.is_last and len(self.stages) == 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """One pipeline stage of the language model, or all of it: embedding, decoder layers, output mix, head, MTP.
 
-Legend: T tokens of whole rows or of this rank, B rows, d hidden, V vocabulary, M MTP layers, n rows of the bank. Hidden states are
-[T, B, d], as megatron-core's sequence-parallel operations want them.
+Legend: T tokens of whole rows or of this rank, B rows, d hidden, V vocabulary, M MTP layers, n rows of the bank that travel.
+Hidden states are [T, B, d], as megatron-core's sequence-parallel operations want them.
 """
 
 from __future__ import annotations

@@ -29,10 +29,21 @@ def clip_weights(targets: Sequence[ClipTarget], weights: Mapping[str, Tensor], s
     key must stay as it is for the other heads. Values are untouched. tau None only reports. Every target is reset.
 
     weights: this rank's parts, as `shards` says. A head's largest logit is that of all tokens, on whichever rank they are. The
-    heads counted are those of all tensor ranks, and the largest logit is theirs; `names` is what this rank's own heads changed.
+    heads counted are those of the whole model, and the largest logit is theirs; `names` is what this rank's own heads changed.
     """
-    if not targets:
-        return Clipped(0, None, frozenset())
+    names, rows = _clip_own(targets, weights, shards, tau) if targets else (set(), [])
+    count, largest = sum(row[0] for row in rows), max((row[1] for row in rows), default=float("-inf"))
+    if shards.pipeline_size > 1:
+        device = next(iter(weights.values())).device
+        stages = shards.over_pipeline_ranks(torch.tensor([count, largest], dtype=torch.float64, device=device)).tolist()
+        count, largest = sum(row[0] for row in stages), max(row[1] for row in stages)
+    return Clipped(int(count), None if largest == float("-inf") else largest, frozenset(names))
+
+
+def _clip_own(
+    targets: Sequence[ClipTarget], weights: Mapping[str, Tensor], shards: Shards, tau: float | None
+) -> tuple[set[str], list[list[float]]]:
+    """The names that were changed, and [heads clipped, largest logit] of every layer of this stage on every tensor rank."""
     logits = shards.max_over_data(torch.cat([t.max_logits for t in targets])).split([len(t.max_logits) for t in targets])
     # one read-back for all layers and tensor ranks
     tables = shards.over_tensor_ranks(torch.stack([torch.stack(_counts(x, tau)) for x in logits])).tolist()
@@ -43,11 +54,7 @@ def clip_weights(targets: Sequence[ClipTarget], weights: Mapping[str, Tensor], s
             _shrink(target, largest, weights, shards, tau)
             names |= {target.query, target.key_value}
         target.reset()
-    rows = [row for table in tables for row in table]
-    largest_of_all = max(row[1] for row in rows)
-    return Clipped(
-        int(sum(row[0] for row in rows)), None if largest_of_all == float("-inf") else largest_of_all, frozenset(names)
-    )
+    return names, [row for table in tables for row in table]
 
 
 def _exceeds(logits: Tensor, tau: float) -> Tensor:

@@ -7,8 +7,8 @@ from parallel.world import World
 
 
 def mark(table: CardTable, world: World) -> None:
-    """Sets `allreduce` (false: reduced over the expert-data ranks), the tensor-parallel attributes, and `shared_embedding` on what
-    the first and the last pipeline rank both hold: it gets a bucket of its own, which both cut alike.
+    """Sets `allreduce` (false: reduced over the expert-data ranks), the tensor-parallel attributes, and `shared_embedding` on
+    what the first and the last pipeline rank both hold: it gets a bucket of its own, which both cut alike.
 
     In every layout alike: otherwise megatron-core groups optimizer state differently with and without expert parallelism.
     """

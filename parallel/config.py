@@ -16,11 +16,10 @@ class ParallelConfig:
     vpp: int = 1  # virtual stages per pipeline rank
     split: list[int] | None = None  # decoder layers of each of the pp * vpp stages, in the model's order; null: evenly
     group: int | None = None  # micro-batches that pass a virtual stage in a row; null: pp, more where the accumulation needs it
-    overlap_p2p: bool | None = None  # send and receive while computing; null: with virtual stages, which alone can
-    overlap_warmup: bool = False  # with overlap_p2p: also while the pipeline fills and drains
+    overlap_warmup: bool = False  # virtual stages send and receive while they compute; true: also in warm-up and flush
     cp: int = 1  # context: contiguous shards of the sequence
     dp: int | None = None  # data; null: what the processes leave, and at least what ep needs
-    zero: int = 1  # over data and context ranks 1 cuts the optimizer's state and update, 2 gradients too (virtual stages); 0: none
+    zero: int = 1  # over data and context ranks 1 cuts the optimizer, 2 gradients too (with virtual stages); 0: nothing
     offload_gradients: bool = False  # with zero=2: the reduced gradients lie in CPU memory
     overlap: bool = True  # reduce gradients while the backward pass still runs
     bucket: int | None = None  # parameters reduced together; null: megatron-core's choice
@@ -76,10 +75,8 @@ def _pipeline(config: ParallelConfig) -> Iterator[str]:
     virtual = config.vpp > 1
     if virtual and config.pp == 1:
         yield f"parallel.vpp={config.vpp}: virtual stages need parallel.pp of at least 2; leave it out"
-    if config.overlap_p2p and not virtual:
-        yield "parallel.overlap_p2p=true: megatron-core overlaps between virtual stages alone; give parallel.vpp=2, or leave it out"
-    if config.overlap_warmup and (not virtual or config.overlap_p2p is False):
-        yield "parallel.overlap_warmup=true: needs parallel.vpp of at least 2 and parallel.overlap_p2p; leave it out"
+    if config.overlap_warmup and not virtual:
+        yield "parallel.overlap_warmup=true: only virtual stages overlap; give parallel.vpp of at least 2, or leave it out"
     if config.group is not None and not virtual:
         yield f"parallel.group={config.group}: has a meaning between virtual stages alone; leave it out"
     if config.zero == 2 and not virtual:
@@ -90,4 +87,4 @@ def _pipeline(config: ParallelConfig) -> Iterator[str]:
     if config.zero == 2 and virtual and config.dp is not None and config.dp * config.cp == 1:
         yield "parallel.zero=2: cuts gradients over data and context ranks, and there is one; give parallel.dp=2, or leave it out"
     if config.offload_gradients and config.zero != 2:
-        yield f"parallel.offload_gradients=true: has no effect with parallel.zero={config.zero}; give parallel.zero=2 or leave it out"
+        yield f"parallel.offload_gradients=true: has no effect with parallel.zero={config.zero}; give parallel.zero=2"

@@ -61,17 +61,13 @@ class _Kept:
             self.readers.append(leaf)
         return leaf
 
-    def add_to(self, gradient: Tensor | None) -> Tensor:
+    def add_to(self, gradient: Tensor) -> Tensor:
         """The gradient with those of all readers, which are forgotten."""
-        parts = [] if gradient is None else [gradient]
-        parts += [leaf.grad for leaf in self.readers if leaf.grad is not None]
+        for leaf in self.readers:
+            if leaf.grad is not None:
+                gradient = gradient + leaf.grad
         self.readers.clear()
-        if not parts:
-            return torch.zeros_like(self.row)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return gradient
 
 
 class RowBank:
@@ -145,11 +141,9 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
         like = next(g for g in gradients if g is not None)
-        kept: list[_Kept | None] = [*ctx.kept, *[None] * (len(gradients) - len(ctx.kept))]
-        parts = [
-            torch.zeros_like(like) if g is None and k is None else g if k is None else k.add_to(g)
-            for g, k in zip(gradients, kept)
-        ]
+        parts = [torch.zeros_like(like) if g is None else g for g in gradients]
+        for i, kept in enumerate(ctx.kept):
+            parts[i] = kept.add_to(parts[i])
         return torch.cat(parts), None, None
 
 

@@ -65,7 +65,9 @@ class Shards(Mapping[str, Shard]):
     def __init__(self, shards: Mapping[str, Shard], world: World | None = None, buffers: Sequence[Any] = ()):
         self._shards = dict(shards)
         self.world = world
-        self._buffers = buffers  # megatron-core's DistributedDataParallel of each stage, where the weights lie in gathered buffers
+        self._buffers = (
+            buffers  # megatron-core's DistributedDataParallel of each stage, where the weights lie in gathered buffers
+        )
 
     @classmethod
     def whole(cls, cards: CardTable) -> Shards:
@@ -103,13 +105,17 @@ class Shards(Mapping[str, Shard]):
     def tensor_rank(self) -> int:
         return 0 if self.world is None else self.world.groups.tp.rank()
 
+    @property
+    def pipeline_size(self) -> int:
+        return 1 if self.world is None else self.world.groups.pp.size()
+
     def over_tensor_ranks(self, values: Tensor) -> Tensor:
         """The values of every tensor rank, [tensor ranks, *shape]."""
-        if self.world is None or self.tensor_size == 1:
-            return values.unsqueeze(0)
-        out = values.new_empty(self.tensor_size, *values.shape)
-        dist.all_gather_into_tensor(out.view(-1), values.reshape(-1), group=self.world.groups.tp)
-        return out
+        return values.unsqueeze(0) if self.world is None else _over(self.world.groups.tp, values)
+
+    def over_pipeline_ranks(self, values: Tensor) -> Tensor:
+        """The values of every pipeline rank, [pipeline ranks, *shape]."""
+        return values.unsqueeze(0) if self.world is None else _over(self.world.groups.pp, values)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums over all ranks of the model and its replicas; what each rank gives must cover `counted` parts only. In place."""
@@ -129,6 +135,14 @@ class Shards(Mapping[str, Shard]):
         for buffers in self._buffers:
             if buffers.ddp_config.use_distributed_optimizer:
                 buffers.start_param_sync(force_sync=True)
+
+
+def _over(group: Any, values: Tensor) -> Tensor:
+    if group.size() == 1:
+        return values.unsqueeze(0)
+    out = values.new_empty(group.size(), *values.shape)
+    dist.all_gather_into_tensor(out.view(-1), values.reshape(-1), group=group)
+    return out
 
 
 def _first_of_replicas(card: Card, world: World) -> bool:

@@ -40,8 +40,8 @@ def _misfits(layers: int, config: ParallelConfig, sizes: list[int]) -> Iterator[
     elif empty := [i for i, size in enumerate(sizes) if not size and 0 < i < count - 1]:
         if config.split is None:
             yield (
-                f"parallel.pp={config.pp} and parallel.vpp={config.vpp}: {count} stages for {layers} layers; give at most {layers}, "
-                "or a parallel.split whose first or last stage has no layers"
+                f"parallel.pp={config.pp} and parallel.vpp={config.vpp}: {count} stages for {layers} layers; give at most "
+                f"{layers} stages, or a parallel.split whose first or last stage has no layers"
             )
         else:
             yield f"{typed}: stage {empty[0]} has no layers; only the first (embedding) and the last (head) may have none"
@@ -57,22 +57,18 @@ def group_size(config: ParallelConfig, micro_batches: int) -> int:
     if micro_batches < pp:
         raise ParallelError(
             f"parallel.vpp={config.vpp}: a step has {micro_batches} micro-batches, and virtual stages need at least pp = {pp}; "
-            f"accumulate {pp}, or give parallel.vpp=1"
+            f"give more and smaller ones, or parallel.vpp=1"
         )
     if config.group is None:
         return next(g for g in range(pp, micro_batches + 1) if _fits(g, pp, micro_batches))
     if not _fits(config.group, pp, micro_batches):
         fitting = [str(g) for g in range(pp, micro_batches + 1) if _fits(g, pp, micro_batches)]
         raise ParallelError(
-            f"parallel.group={config.group}: must lie between pp = {pp} and the {micro_batches} micro-batches of a step, and leave "
-            f"none or at least {pp} over; {', '.join(fitting)} fit"
+            f"parallel.group={config.group}: must lie between pp = {pp} and the {micro_batches} micro-batches of a step, and "
+            f"leave none or at least {pp} over; give {' or '.join(fitting)}"
         )
     return config.group
 
 
 def _fits(group: int, pp: int, micro_batches: int) -> bool:
     return pp <= group <= micro_batches and not 0 < micro_batches % group < pp
-
-
-def overlaps_p2p(config: ParallelConfig) -> bool:
-    return config.vpp > 1 if config.overlap_p2p is None else config.overlap_p2p

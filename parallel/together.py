@@ -40,6 +40,20 @@ def gather[T](world: World | None, value: T) -> list[T]:
     return values  # type: ignore[return-value]
 
 
+def over_stages[T](world: World, own: dict[str, T]) -> dict[str, T]:
+    """The entries of all pipeline ranks' dictionaries, by name in the model's order (layers.2 before layers.10).
+
+    Every rank must call it.
+    """
+    group = world.groups.pp
+    if group.size() == 1:
+        return own
+    every: list[dict[str, T] | None] = [None] * group.size()
+    dist.all_gather_object(every, own, group=group)
+    merged = {key: value for one in every if one is not None for key, value in one.items()}
+    return dict(sorted(merged.items(), key=lambda item: [int(part) if part.isdigit() else part for part in item[0].split(".")]))
+
+
 @contextmanager
 def told_once(world: World, alike: tuple[type[Exception], ...]) -> Iterator[None]:
     """Around what the ranks do together: of a failure the first rank alone prints its traceback, and none waits for another.

@@ -89,8 +89,8 @@ class Traffic(TorchDispatchMode):
         group = ProcessGroup.unbox(args[at])
         if sent := rule(args, group.size(), group.rank()):
             axis = self._axes.get(group.group_name, "all")
-            if collective == "send" and group.group_name == dist.group.WORLD.group_name:
-                axis = "pipeline"  # between two pipeline ranks megatron-core sends one way through the group of all
+            if collective == "send" and axis == "all":
+                axis = "pipeline"  # between two pipeline ranks megatron-core sends one way through the group of all ranks
             of_axis = self.bytes.setdefault(axis, {})
             of_axis[collective] = of_axis.get(collective, 0) + sent
 

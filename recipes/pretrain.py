@@ -17,10 +17,11 @@ import data
 import k3
 import parallel
 from k3 import ConfigError
+from k3.cards import describe
 from parallel import ParallelError, checkpoint
 from parallel.checkpoint import CheckpointError
 from parallel.states import seed_generators
-from parallel.together import from_first, gather, told_once
+from parallel.together import from_first, gather, over_stages, told_once
 from parallel.world import World
 from recipes import callbacks as cb
 from recipes import processes
@@ -86,9 +87,9 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
         trainer = build(cfg, cfg.model, world, prepared, steps=cfg.run.steps, position=at)
         trainer.asked_to_stop = lambda: interrupts.agreed(world)
         dense = dataclasses.replace(k3.preset("dense"), vocab_size=cfg.model.vocab_size)
-        cards = k3.cards(trainer.module)
+        cards = describe(cfg.model)
         heads = {name for name, card in cards.items() if card.blocks.per_head}
-        model = {"name": folder.path.name, **sizes(cards, cfg.model.moe.top_k)}
+        model = {"name": folder.path.name, **sizes(cards.values(), cfg.model.moe.top_k)}
         layout = dataclasses.asdict(cfg.parallel)
         compared = math.ceil(cfg.run.steps * cfg.run.compare_dense) or None
         prompt = (cfg.run.sample_prompt, cfg.run.sample_tokens, cfg.run.seed)
@@ -106,12 +107,13 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
                 if compared
                 else []
             ),
-            cb.on_first(world, cb.Pictures(folder.path)),
+            cb.Pictures(folder.path),
             cb.on_first(world, cb.Export(folder.path / "hf")),
             cb.on_first(world, cb.Summary(folder.path, model, layout)),
             cb.on_first(world, cb.Wandb(cfg.wandb, folder.path, plain(cfg))),
         ]
-        say(trainer.optimizer.describe())
+        for table in over_stages(world, {str(world.groups.pp.rank()): trainer.optimizer.describe()}).values():
+            say(table)
         where = f"{world.size} processes on {world.device.type}" if world.size > 1 else f"{world.device}"
         say(f"run {folder.path}: {model['parameters']:,} parameters, {model['active']:,} active a token, on {where}")
         if folder.checkpoint is not None:

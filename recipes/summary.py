@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from parallel.cards import CardTable
+from parallel.cards import Card
 
 SETTLED = 21  # the first step at which the experts' balance is judged
 WINDOW = 20  # steps over which it may not fluctuate
@@ -66,10 +66,10 @@ def balance(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def sizes(cards: CardTable, top_k: int) -> dict[str, int]:
+def sizes(cards: Iterable[Card], top_k: int) -> dict[str, int]:
     """Parameters in all, and those that one token meets: `top_k` of the routed experts; the input embedding is not counted."""
     total = active = 0
-    for card in cards.values():
+    for card in cards:
         count = torch.Size(card.shape).numel()
         total += count
         if card.role != "embedding":

@@ -9,11 +9,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from data.config import micro_batches
 from data.config import validate as validate_data
 from data.errors import DataError
 from k3.config import ConfigError
 from k3.layout import check_layout
 from parallel.config import ParallelError, check_sizes, data_parallel_size, world_size
+from parallel.stages import group_size
 from recipes import processes
 from recipes.config import Config, Device, Precision, Qat
 from recipes.errors import UserError, shown
@@ -54,6 +56,7 @@ def check_training(cfg: Config) -> None:
         lambda: check_sizes(layout),
         lambda: check_layout(cfg.model, layout, length=cfg.data.seq_length),
         lambda: validate_data(cfg.data, of=layout.dp or 1),
+        lambda: layout.vpp > 1 and group_size(layout, micro_batches(cfg.data, of=layout.dp or 1)),
     ):
         try:
             rule()
@@ -107,7 +110,7 @@ def check_memory(cfg: Config, *, on_cpu: bool = False, width: int = 4) -> None:
     for card in describe(cfg.model).values():
         numel = math.prod(card.shape)
         expert, cut = card.placement.group is Group.EXPERT, card.placement.tensor in (TensorAxis.ROWS, TensorAxis.COLS)
-        copies = max(1, size // (p.ep if expert else p.tp if cut else 1))
+        copies = max(1, size // p.pp // (p.ep if expert else p.tp if cut else 1))
         parameters += numel
         least += numel * (2 * copies + 1) * width  # every copy has a weight and a gradient; a momentum exists once at least
     there = psutil.virtual_memory().total

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from parallel.together import over_stages
 from recipes.trainer import Callback, StepResult, Trainer
 
 
@@ -15,14 +16,12 @@ class Balance(Callback):
         self.balancers = balancers
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
-        if not self.balancers:
+        of_layers = over_stages(trainer.objective.world, {b.name: b.load.cpu() for b in self.balancers})
+        if not of_layers:
             return
-        ratios, dead, loads = {}, {}, {}
-        for balancer in self.balancers:
-            load = balancer.load
-            ratios[balancer.name] = (load.max() / load.double().mean().clamp(min=1e-9)).item()
-            dead[balancer.name] = (load == 0).double().mean().item()
-            loads[balancer.name] = load.tolist()
+        ratios = {name: (load.max() / load.double().mean().clamp(min=1e-9)).item() for name, load in of_layers.items()}
+        dead = {name: (load == 0).double().mean().item() for name, load in of_layers.items()}
+        loads = {name: load.tolist() for name, load in of_layers.items()}
         result.metrics |= {
             "load/max_over_mean": max(ratios.values()),
             "load/dead_fraction": max(dead.values()),

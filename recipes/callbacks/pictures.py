@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import k3
+from parallel.together import over_stages
 from recipes.console import say
 from recipes.run_folder import read_metrics
 from recipes.trainer import Callback, Trainer
@@ -17,18 +18,23 @@ if TYPE_CHECKING:
 class Pictures(Callback):
     """loss.png, experts.png (where there are experts) and residuals.png (with Attention Residuals), from metrics.jsonl.
 
-    From the file and not from memory, so that a resumed run's pictures show all of it.
+    Rank 0 draws; the other pipeline ranks tell it what their layers read. From the file and not from memory, so that a resumed
+    run's pictures show all of it.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def complete(self, trainer: Trainer) -> None:
+        weights = {name: w.tolist() for name, w in k3.residual_weights(trainer.module).items()}
+        weights = over_stages(trainer.objective.world, weights)
+        if trainer.objective.world.rank > 0:
+            return
         records = list(read_metrics(self.folder / "metrics.jsonl"))
         figures = {
             "loss.png": loss(records, trainer.results.get("dense")),
             "experts.png": experts(records),
-            "residuals.png": residuals({name: w.tolist() for name, w in k3.residual_weights(trainer.module).items()}),
+            "residuals.png": residuals(weights),
         }
         drawn = []
         for name, figure in figures.items():

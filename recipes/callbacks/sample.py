@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import k3
 from data.tokenizer import Tokenizer
+from k3.construct import unwrap
+from parallel.schedule import ParallelModel, evaluate, from_last_stage
 from recipes.console import say
 from recipes.trainer import Callback, Trainer
 
@@ -30,9 +34,21 @@ class Sample(Callback):
         world = trainer.objective.world
         prompt = torch.tensor([self.tokenizer.encode(self.prompt)], dtype=torch.int64, device=world.device)
         trainer.module.eval()
-        tokens = k3.generate(trainer.module, prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
+        tokens = k3.generate(_logits(trainer.model), prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
         text = self.tokenizer.decode(tokens[0].tolist())
         trainer.results["sample"] = text
         if world.rank == 0:
             (self.folder / "sample.txt").write_text(text + "\n")
         say("sample:\n" + "\n".join("    " + line for line in text.splitlines()))
+
+
+def _logits(model: ParallelModel) -> Callable[[Tensor], Tensor]:
+    """tokens [B, T] -> logits of the last position [B, 1, V], on every rank, from the last stage of a pipeline."""
+
+    def call(tokens: Tensor) -> Tensor:
+        out = evaluate(model, [tokens], lambda stage, batch: stage(batch), lambda _, logits: logits[:, -1:].contiguous())
+        shape = (len(tokens), 1, unwrap(model.module).k3.vocab_size)
+        logits = out[0] if out else torch.empty(shape, dtype=model.config.params_dtype, device=tokens.device)
+        return from_last_stage(logits, model.world)
+
+    return call

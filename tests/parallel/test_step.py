@@ -15,7 +15,8 @@ from parallel.cross_entropy import cross_entropy
 def test_sizes_that_cannot_run_are_named() -> None:
     with pytest.raises(ParallelError) as caught:
         parallel.check_sizes(ParallelConfig(vpp=2, cp=0, sp=False))
-    assert "parallel.vpp=2: virtual stages need parallel.pp" in str(caught.value) and "parallel.cp=0: must be at least 1" in str(caught.value)
+    assert "parallel.vpp=2: virtual stages need parallel.pp" in str(caught.value)
+    assert "parallel.cp=0: must be at least 1" in str(caught.value)
     with pytest.raises(ParallelError, match=r"parallel\.sp=true"):
         parallel.check_sizes(ParallelConfig(sp=True))
     with pytest.raises(ParallelError, match="device=cuda"):
