@@ -1,13 +1,15 @@
-"""Whether parallel sizes fit a model: said before a process starts, with the size, the value and the fix."""
+"""Whether parallel sizes fit a model, said before a process starts with the size, the value and the fix; and what follows from
+both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
 
-from k3.config import K3Config
+from k3.config import K3Config, Residual
 from parallel.config import ParallelConfig, ParallelError
-from parallel.stages import split_layers
+from parallel.stages import RowPlan, split_layers
 
 
 def check_layout(model: K3Config, parallel: ParallelConfig, *, length: int | None = None) -> None:
@@ -24,6 +26,13 @@ def check_layout(model: K3Config, parallel: ParallelConfig, *, length: int | Non
         wrong += _sequence(model, parallel, length)
     if wrong:
         raise ParallelError("\n".join(wrong))
+
+
+def row_plan(model: K3Config, parallel: ParallelConfig) -> RowPlan:
+    """Which rows of Attention Residuals travel between the stages: one is made where a block begins (report 2.2)."""
+    stops = [of.stop for of in split_layers(model.layers, parallel)]
+    attnres = model.residual is Residual.attnres
+    return RowPlan(tuple(-(-stop // model.residual_block) if attnres else 0 for stop in stops), parallel.pp)
 
 
 def _tensor(c: K3Config, tp: int) -> Iterator[str]:

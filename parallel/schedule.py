@@ -169,7 +169,7 @@ def _run(model: ParallelModel, batches: Sequence[Any], forward: Forward, loss: L
     if layout.vpp > 1:
         config.microbatch_group_size_per_vp_stage = group_size(layout, len(batches))
     try:
-        return get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)(
+        reports: list[Any] = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)(
             forward_step_func=step,
             data_iterator=[iter(enumerate(batches)) for _ in model.ddps],
             model=list(model.ddps),
@@ -180,6 +180,9 @@ def _run(model: ParallelModel, batches: Sequence[Any], forward: Forward, loss: L
             pg_collection=groups,
             **options,
         )
+        if model.rows is not None:
+            model.rows.check_empty()
+        return reports
     finally:
         if model.rows is not None:
             model.rows.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from parallel.config import ParallelConfig, ParallelError
@@ -72,3 +73,29 @@ def group_size(config: ParallelConfig, micro_batches: int) -> int:
 
 def _fits(group: int, pp: int, micro_batches: int) -> bool:
     return pp <= group <= micro_batches and not 0 < micro_batches % group < pp
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which rows of a growing bank travel between C = pp * vpp stages, where each rank keeps those that reached it.
+
+    made [C]: rows in the bank when each stage has run.
+    """
+
+    made: tuple[int, ...]
+    pp: int
+
+    @property
+    def stages(self) -> int:
+        return len(self.made)
+
+    def kept(self, stage: int) -> int:
+        """Rows that the rank of `stage` has when the stage begins: those of its previous one."""
+        return self.made[stage - self.pp] if stage >= self.pp else 0
+
+    def sent(self, stage: int) -> int:
+        """Rows that travel from `stage` to the next beside the prefix."""
+        return self.made[stage] - self.kept(stage + 1) if stage + 1 < self.stages else 0
+
+    def is_last_of_rank(self, stage: int) -> bool:
+        return stage + self.pp >= self.stages

@@ -95,43 +95,44 @@ class Traffic(TorchDispatchMode):
             of_axis[collective] = of_axis.get(collective, 0) + sent
 
 
-def _size(tensors: Any) -> int:
+def size_of(tensors: Any) -> int:
+    """Bytes of a tensor, or of all of a list."""
     if isinstance(tensors, Tensor):
         return tensors.numel() * tensors.element_size()
-    return sum(map(_size, tensors))
+    return sum(map(size_of, tensors))
 
 
 def _to_others(position: int) -> Callable[..., int]:
     """The argument at `position`, to every other rank."""
-    return lambda args, n, rank: _size(args[position]) * (n - 1)
+    return lambda args, n, rank: size_of(args[position]) * (n - 1)
 
 
 def _all_reduce(args: Sequence[Any], n: int, rank: int) -> int:
-    return 2 * _size(args[0]) * (n - 1) // n
+    return 2 * size_of(args[0]) * (n - 1) // n
 
 
 def _all_to_all(args: Sequence[Any], n: int, rank: int) -> int:
     tensor, splits = args[1], args[4]
     rows = len(tensor)
     own = splits[rank] if splits else rows // n
-    return _size(tensor) * (rows - own) // rows if rows else 0
+    return size_of(tensor) * (rows - own) // rows if rows else 0
 
 
 def _all_to_all_of_lists(args: Sequence[Any], n: int, rank: int) -> int:
-    return sum(_size(tensor) for peer, tensor in enumerate(args[1]) if peer != rank)
+    return sum(size_of(tensor) for peer, tensor in enumerate(args[1]) if peer != rank)
 
 
 def _from_root(position: int, root: int) -> Callable[..., int]:
     """What the root sends: the argument at `position` (all peers' tensors of a scatter, or one tensor) to every other rank."""
 
     def sent(args: Sequence[Any], n: int, rank: int) -> int:
-        return _size(args[position]) * (n - 1) if rank == args[root] else 0
+        return size_of(args[position]) * (n - 1) if rank == args[root] else 0
 
     return sent
 
 
 def _to_root(position: int, root: int) -> Callable[..., int]:
-    return lambda args, n, rank: _size(args[position]) if rank != args[root] else 0
+    return lambda args, n, rank: size_of(args[position]) if rank != args[root] else 0
 
 
 # operator -> (collective, (arguments, ranks of the group, this rank in it) -> bytes)
@@ -147,7 +148,7 @@ RULES: dict[str, tuple[str, Callable[[Sequence[Any], int, int], int]]] = {
     "allreduce_coalesced_": ("all-reduce", _all_reduce),
     "alltoall_base_": ("all-to-all", _all_to_all),
     "alltoall_": ("all-to-all", _all_to_all_of_lists),
-    "send": ("send", lambda args, n, rank: _size(args[0])),
+    "send": ("send", lambda args, n, rank: size_of(args[0])),
     "broadcast_": ("broadcast", _from_root(0, 2)),
     "scatter_": ("scatter", _from_root(0, 3)),
     "gather_": ("gather", _to_root(1, 3)),

@@ -46,6 +46,7 @@ BENCHES = {
     "experts": "recipes.bench_experts:run",
     "step": "recipes.bench_step:run",
     "traffic": "recipes.bench_traffic:run",
+    "pipeline": "recipes.bench_pipeline:run",
 }
 
 VERBS = {
@@ -60,7 +61,7 @@ VERBS = {
         "measure this machine; without a name, everything",
         "recipes.cli:_bench",
         trains=True,
-        usage="[kda|experts|step|traffic ...]",
+        usage="[kda|experts|step|traffic|pipeline ...]",
     ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import k3
 import parallel
+from data.batch import Batch
 from k3.construct import unwrap
 from kernels.kda import kda
 from parallel.config import ParallelConfig
 from parallel.context import StateLink, from_previous, gather_past, stretch
+from parallel.schedule import run_step
 from recipes.assemble import assemble
 from recipes.config import Config
 from recipes.proof.batches import Batches
@@ -84,3 +87,25 @@ def context_operations(cp: int, length: int) -> dict[str, Tensor]:
     state.square().sum().backward()
     grads = {f"d_{n}": t.grad for n, t in {"q": q, "k": k, "v": v, "z": z, "beta": beta}.items()}
     return out | {"kda": state.detach()} | {n: g for n, g in grads.items() if g is not None}
+
+
+def rows_after_a_failure(cfg: Config) -> tuple[int, int]:
+    """Micro-batches that rows are kept for: while a step of this rank fails, and afterwards."""
+    world = parallel.start(cfg.parallel, "cpu")
+    parts = assemble(cfg.model, cfg.optim, world, dtype=torch.float64, seed=0, steps=1)
+    model, objective = parts.model, parts.objective
+    batches = next(Batches(cfg.prove, cfg.model.vocab_size, objective.horizon)).micro_batches
+    during = 0
+
+    def forward(stage: torch.nn.Module, batch: Batch) -> Tensor:
+        nonlocal during
+        output = objective.forward(stage, batch, cfg.prove.batch * cfg.prove.length)
+        # the first rank fails after it has sent the first micro-batch, the second with that: nobody waits for a message
+        if batch is batches[1 - world.rank]:
+            during = len(model.rows)
+            raise ValueError("on purpose")
+        return output
+
+    with pytest.raises(ValueError, match="on purpose"):
+        run_step(model, batches, forward, lambda _, losses: objective.share(losses, torch.ones(2)))
+    return during, len(model.rows)

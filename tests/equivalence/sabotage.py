@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import k3.kda
 import k3.mla
+import parallel.rows
 from k3.balance import Balancer
 from k3.feed_forward import LatentMoE
 from k3.stage import Stage
+from parallel.rows import RowBank
 from parallel.schedule import ParallelModel
 from parallel.shards import Shards
 from recipes.config import Config
@@ -153,3 +155,56 @@ def replica_moves() -> None:
             weight[0] = torch.nextafter(weight[0], weight[0] + 1)
 
     _around(Shards, "sync", change)
+
+
+def row_resent() -> None:
+    """The last stage's bank holds its first row once as kept and once as arrived."""
+
+    def change(receive: Any, rows: RowBank, stage: int, payload: Tensor) -> Any:
+        prefix, bank = receive(rows, stage, payload)
+        return prefix, (*bank, bank[0]) if stage == rows.plan.stages - 1 else bank
+
+    _around(RowBank, "receive", change)
+
+
+def row_returned_by_two_stages() -> None:
+    """Where a kept row came in, its readers' gradients are returned twice: the forward pass is right."""
+
+    def change(add_to: Any, kept: Any, gradient: Tensor) -> Tensor:
+        readers = list(kept.readers)
+        total = add_to(kept, gradient)
+        kept.readers.extend(readers)
+        return add_to(kept, total)
+
+    _around(parallel.rows._Kept, "add_to", change)
+
+
+def row_kept_unreturned() -> None:
+    """The gradients of later readers of a kept row are lost: the forward pass is right."""
+    _around(parallel.rows._Kept, "add_to", lambda add_to, kept, gradient: gradient)
+
+
+def rows_one_micro_batch_late() -> None:
+    """A rank's later stages read the kept rows of the micro-batch before."""
+    before: dict[int, list[Tensor]] = {}
+
+    def change(receive: Any, rows: RowBank, stage: int, payload: Tensor) -> Any:
+        kept = rows._kept.get(rows.micro_batch, [])
+        if kept:
+            own = [entry.row for entry in kept]
+            for entry, late in zip(kept, before.get(stage, own)):
+                entry.row = late
+            before[stage] = own
+        return receive(rows, stage, payload)
+
+    _around(RowBank, "receive", change)
+
+
+def embedding_copy_unsummed() -> None:
+    """The two ends of the pipeline keep their own part of the embedding's gradient."""
+
+    def change(finish: Any, model: ParallelModel) -> None:
+        model.at_both_ends = []
+        finish(model)
+
+    _around(ParallelModel, "finish", change)

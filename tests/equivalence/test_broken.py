@@ -72,3 +72,38 @@ def test_a_replica_one_rounding_off_is_drift(helper: Helper) -> None:
     report = prove_broken("replica_moves", "parallel.dp=2 prove.steps=1", helper)
     assert list(report.drift) == ["norm.weight"]
     assert all(d.agrees for d in report.weights), "no tolerance would have shown it"
+
+
+PIPELINE = "model.layers=5 model.residual_block=1 parallel.pp=2 parallel.vpp=2 prove.accumulation=3 prove.length=32"
+
+
+def test_a_row_resent_and_counted_twice_fails(helper: Helper) -> None:
+    report = prove_broken("row_resent", PIPELINE, helper)
+    assert not report.losses[0].agrees
+    assert next(d.name for d in report.outputs if not d.agrees).startswith("layers.4"), "the last stage's layer"
+
+
+@pytest.mark.parametrize("how", ["row_returned_by_two_stages", "row_kept_unreturned"])
+def test_a_row_whose_gradient_is_not_returned_once_fails(how: str, helper: Helper) -> None:
+    report = prove_broken(how, PIPELINE, helper)
+    assert all(d.agrees for d in report.outputs) and report.losses[0].agrees, "the forward pass does not show it"
+    names = differing(report)
+    assert "embedding.weight" in names and "layers.0.attention.q_proj.weight" in names
+    assert not any(name.startswith(("layers.4", "mtp", "head")) for name in names), "the last stage's own gradients are right"
+
+
+def test_rows_of_the_micro_batch_before_fail(helper: Helper) -> None:
+    report = prove_broken("rows_one_micro_batch_late", PIPELINE, helper)
+    assert all(d.agrees for d in report.outputs), "the first micro-batch has none before it"
+    assert not report.losses[0].agrees and not report.passed
+
+
+def test_ends_that_keep_their_own_gradients_fail(helper: Helper) -> None:
+    report = prove_broken("embedding_copy_unsummed", PIPELINE, helper)
+    assert differing(report) == ["embedding.weight"]
+    assert report.drift == {"embedding.weight": ["pipeline"]}
+
+
+def test_a_step_that_fails_leaves_no_rows(helper: Helper) -> None:
+    (first, second) = helper.run_ranks("tests.equivalence.ranks:rows_after_a_failure", 2, config(PIPELINE))
+    assert first == (2, 0) and second == (1, 0)

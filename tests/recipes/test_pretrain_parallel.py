@@ -79,6 +79,36 @@ def same_state(one: Path, other: Path) -> None:
                 assert torch.equal(*bits), f"{rank} {name}: {key} differs"
 
 
+def test_a_pipeline_does_all_that_one_process_does(home, helper, single):
+    """The curve, held-out losses, sample, pictures and sizes, with stages on both ranks that one micro-batch crosses twice."""
+    done, folder = run(helper, home, "pipeline", "parallel.pp=2", "parallel.vpp=2")
+    assert [d["code"] for d in done] == [0, 0]
+    same_curve(folder, single, 1e-5)
+    assert (folder / "sample.txt").read_text() == (single / "sample.txt").read_text()
+    assert {"loss.png", "experts.png", "residuals.png"} <= {path.name for path in folder.iterdir()}
+    one, two = (json.loads((path / "summary.json").read_text()) for path in (single, folder))
+    assert {k: one["model"][k] for k in ("parameters", "active")} == {k: two["model"][k] for k in ("parameters", "active")}
+    said = (home / "pipeline.log").read_text()
+    assert "layers.0.attention" in said and "layers.3.attention" in said, "the optimizers of all stages are described"
+    assert "cut over 2 pipeline ranks" in said and not (folder / "hf").exists()
+
+
+@pytest.mark.slow
+def test_a_pipeline_continues_bit_for_bit(home, helper):
+    layout = ("parallel.pp=2", "parallel.vpp=2", "checkpoint.every=2")
+    _, whole = run(helper, home, "pipeline-whole", *layout)
+    folder = home / "pipeline-back"
+    shutil.copytree(whole, folder)
+    (folder / "summary.json").unlink()
+    for step in (4, 6):
+        shutil.rmtree(folder / f"checkpoints/step_{step}")
+    (folder / "checkpoints/latest").write_text("step_2\n")
+    helper.run_ranks("tests.recipes.ranks:train", 2, [f"run.resume={folder}", "wandb.mode=disabled"], str(home / "again.log"))
+    same_curve(folder, whole, 0)
+    same_state(folder / f"checkpoints/step_{STEPS}", whole / f"checkpoints/step_{STEPS}")
+
+
+@pytest.mark.slow
 def test_the_command_computes_what_one_process_does_and_a_stopped_run_continues_bit_for_bit(home, helper, single):
     folder = home / "command"
     process = start(words(home, "command", *SHORT, *DATA, "checkpoint.every=0"))
