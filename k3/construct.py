@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from k3.activations import ActivationConfig
 from k3.backend import megatron_config
 from k3.balance import Balancer, Balancing
 from k3.cards import describe
@@ -20,18 +21,25 @@ from parallel.world import World, start
 
 
 def build(
-    config: K3Config, world: World | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str | None = None
+    config: K3Config,
+    world: World | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str | None = None,
+    activations: ActivationConfig | None = None,
 ) -> Model:
     """This rank's part of the model, every parameter drawn from `seed` by name.
 
     `dtype` is float32, bfloat16 or float64; what the release keeps in fp32 stays so under bfloat16. device="meta" builds the
-    shapes alone (for counting). `world` defaults to a single process. Raises ConfigError for a contradictory configuration.
+    shapes alone (for counting). `world` defaults to a single process, `activations` to saving all for the backward pass. Raises
+    ConfigError for a contradictory configuration.
     """
     config.validate()
     world = world or start()
     megatron = megatron_config(config, world, dtype)
     with torch.device(device or world.device):
-        model = Model(config, megatron, world)
+        model = Model(config, megatron, world, activations or ActivationConfig())
     for name, module in model.named_modules():
         if isinstance(module, Balancer):
             module.name = name.removesuffix(".feed_forward.router.balancer")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from k3.activations import ActivationConfig
 from k3.config import K3Config, Residual
 from k3.context import Context
 from k3.feed_forward import GatedMLP, LatentMoE
 from k3.kda import KDA
 from k3.linear import ConcatLinear, RMSNorm
 from k3.mla import MLA
+from k3.recompute import saving
 from k3.residual import ReadBlocks, ReadRunningSum, Rows
 from parallel.megatron import TransformerConfig
 from parallel.world import World
@@ -18,8 +20,9 @@ from parallel.world import World
 class Layer(nn.Module):
     """Rows -> Rows."""
 
-    def __init__(self, index: int, config: K3Config, megatron: TransformerConfig, world: World):
+    def __init__(self, index: int, config: K3Config, megatron: TransformerConfig, world: World, activations: ActivationConfig):
         super().__init__()
+        self.activations = activations.effective()
         attnres = config.residual is Residual.attnres
         self.begins_block = attnres and index % config.residual_block == 0
         self.attention_residual = ReadBlocks(megatron) if attnres else ReadRunningSum()
@@ -34,20 +37,31 @@ class Layer(nn.Module):
             self.feed_forward = GatedMLP(config.dense_size, config, megatron, world)
 
     def forward(self, rows: Rows, context: Context) -> Rows:
-        out = self.attention(self.input_layernorm(self.attention_residual(rows)), context)
+        return saving(self.activations.layer, self._both, context, *rows.tensors)
+
+    def _both(self, context: Context, *tensors: Tensor) -> Rows:
+        rows = Rows.of(*tensors)
+        out = saving(self.activations.attention, self._attention, context, *rows.tensors)
         rows = rows.after_attention(out, begins_block=self.begins_block)
-        out = self.feed_forward(self.post_attention_layernorm(self.feed_forward_residual(rows)), context)
+        out = saving(self.activations.feed_forward, self._feed_forward, context, *rows.tensors)
         return rows.after_feed_forward(out)
+
+    def _attention(self, context: Context, *tensors: Tensor) -> Tensor:
+        return self.attention(self.attention_residual(Rows.of(*tensors), self.input_layernorm), context)
+
+    def _feed_forward(self, context: Context, *tensors: Tensor) -> Tensor:
+        return self.feed_forward(self.feed_forward_residual(Rows.of(*tensors), self.post_attention_layernorm), context)
 
 
 class MTPLayer(nn.Module):
     """One multi-token prediction layer (spec 6b): a plain-residual MLA + LatentMoE block on [next embedding; backbone state].
 
-    state and next_embedding [T, B, d] -> (the layer's own state [T, B, d], its normed form for the shared head).
+    state and next_embedding [T, B, d] -> the layer's own state [T, B, d]; `norm` is what the shared head reads it through.
     """
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World, activations: ActivationConfig):
         super().__init__()
+        self.activations = activations.effective()
         d = config.hidden_size
         self.enorm = RMSNorm(d, megatron)
         self.hnorm = RMSNorm(d, megatron)
@@ -62,8 +76,16 @@ class MTPLayer(nn.Module):
             self.feed_forward = GatedMLP(config.dense_size, config, megatron, world)
         self.norm = RMSNorm(d, megatron)
 
-    def forward(self, state: Tensor, next_embedding: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def forward(self, state: Tensor, next_embedding: Tensor, context: Context) -> Tensor:
+        return saving(self.activations.layer, self._whole, context, state, next_embedding)
+
+    def _whole(self, context: Context, state: Tensor, next_embedding: Tensor) -> Tensor:
         x = self.eh_proj(self.enorm(next_embedding), self.hnorm(state))
-        x = x + self.attention(self.input_layernorm(x), context)
-        x = x + self.feed_forward(self.post_attention_layernorm(x), context)
-        return x, self.norm(x)
+        x = x + saving(self.activations.attention, self._attention, context, x)
+        return x + saving(self.activations.feed_forward, self._feed_forward, context, x)
+
+    def _attention(self, context: Context, x: Tensor) -> Tensor:
+        return self.attention(self.input_layernorm(x), context)
+
+    def _feed_forward(self, context: Context, x: Tensor) -> Tensor:
+        return self.feed_forward(self.post_attention_layernorm(x), context)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.attnres import mix
+from k3.linear import RMSNorm
+from kernels.attnres import mix, mix_norm
 from parallel.megatron import TransformerConfig
 
 
@@ -22,6 +23,15 @@ class Rows:
     prefix: Tensor
     bank: tuple[Tensor, ...] = ()
 
+    @classmethod
+    def of(cls, prefix: Tensor, *bank: Tensor) -> Rows:
+        return cls(prefix, bank)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `of` takes."""
+        return self.prefix, *self.bank
+
     def after_attention(self, out: Tensor, *, begins_block: bool) -> Rows:
         """A layer that begins a block puts the finished sum into the bank and starts a new one with its own output."""
         return Rows(out, (*self.bank, self.prefix)) if begins_block else Rows(self.prefix + out, self.bank)
@@ -31,10 +41,10 @@ class Rows:
 
 
 class ReadRunningSum(nn.Module):
-    """The plain residual stream: a sub-layer reads the running sum."""
+    """The plain residual stream: a sub-layer reads the running sum, through its norm where one is given."""
 
-    def forward(self, rows: Rows) -> Tensor:
-        return rows.prefix
+    def forward(self, rows: Rows, norm: RMSNorm | None = None) -> Tensor:
+        return rows.prefix if norm is None else norm(rows.prefix)
 
 
 class _Untouched(torch.autograd.Function):
@@ -53,6 +63,8 @@ class _Untouched(torch.autograd.Function):
 class ReadBlocks(nn.Module):
     """softmax_i(<RMS(row_i), norm * query>) over the bank and the running sum; queries start at zero, a uniform mix.
 
+    With `norm`, that norm of the mix, which is then not saved but mixed again in the backward pass (report 5.2.2): a sub-layer
+    saves what it would on a plain residual stream, and three numbers a token and row.
     `weights` [n] holds the mean reading weight of each source in the last forward pass (for pictures and metrics).
     """
 
@@ -63,9 +75,14 @@ class ReadBlocks(nn.Module):
         self.query = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
         self.weights: Tensor | None = None
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, rows: Rows, norm: RMSNorm | None = None) -> Tensor:
         if not rows.bank:  # the first layer's attention: nothing to mix, its weights exist in the release all the same
-            return _Untouched.apply(rows.prefix, self.norm, self.query)
-        out, weights = mix((*rows.bank, rows.prefix), self.norm, self.query, eps=self.eps)
+            prefix = _Untouched.apply(rows.prefix, self.norm, self.query)
+            return prefix if norm is None else norm(prefix)
+        sources = (*rows.bank, rows.prefix)
+        if norm is None:
+            out, weights = mix(sources, self.norm, self.query, eps=self.eps)
+        else:
+            out, weights = mix_norm(sources, self.norm, self.query, norm.weight, eps=self.eps)
         self.weights = weights.flatten(1).mean(1)
         return out

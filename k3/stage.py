@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from k3.activations import ActivationConfig
 from k3.config import K3Config, Residual
 from k3.context import Context
 from k3.layer import Layer, MTPLayer
 from k3.linear import Column, Embedding, RMSNorm
+from k3.recompute import saving
 from k3.residual import ReadBlocks, ReadRunningSum, Rows
 from kernels import documents
 from parallel.context import stretch
@@ -38,8 +40,18 @@ class Stage(MegatronModule):
     MTP layers read the embedding too: the last stage then holds a copy, kept equal by summing both gradients.
     """
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World, number: int, layers: range, rows: RowBank):
+    def __init__(
+        self,
+        config: K3Config,
+        megatron: TransformerConfig,
+        world: World,
+        activations: ActivationConfig,
+        number: int,
+        layers: range,
+        rows: RowBank,
+    ):
         super().__init__(config=megatron)
+        self.activations = activations
         self.model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
         self.k3 = config
         self.world = world
@@ -48,12 +60,12 @@ class Stage(MegatronModule):
         self.payload: Tensor | None = None  # what the stage before sent for the micro-batch at hand
         if self.is_first or (self.is_last and config.mtp_layers):
             self.embedding = Embedding(config.vocab_size, config.hidden_size, megatron, world)
-        self.layers = nn.ModuleDict({str(i): Layer(i, config, megatron, world) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Layer(i, config, megatron, world, activations) for i in layers})
         if self.is_last:
             self.output_residual = ReadBlocks(megatron) if config.residual is Residual.attnres else ReadRunningSum()
             self.norm = RMSNorm(config.hidden_size, megatron)
             self.head = Column(config.hidden_size, config.vocab_size, megatron, world)
-            self.mtp = nn.ModuleList(MTPLayer(config, megatron, world) for _ in range(config.mtp_layers))
+            self.mtp = nn.ModuleList(MTPLayer(config, megatron, world, activations) for _ in range(config.mtp_layers))
 
     def set_input_tensor(self, tensors: Sequence[Tensor | None]) -> None:
         """Called by megatron-core's schedules with what the stage before has sent; None on the first stage."""
@@ -94,16 +106,16 @@ class Stage(MegatronModule):
         if not self.is_last:
             return self.rows.send(self.number, rows.prefix, rows.bank)
         state = self.output_residual(rows)
-        logits = self.head(enter(self.norm(state), self.world))
         if labels is None:
-            return self._whole(logits)[:, :t]
+            return self._whole(self._logits(self.norm, state))[:, :t]
         if loss_mask is None:
             loss_mask = default_loss_mask(starts, 1 + self.k3.mtp_layers)
-        losses = [self._losses(logits, labels, loss_mask[0])]
+        losses = [self._losses(self.norm, state, labels, loss_mask[0])]
         for m, layer in enumerate(self.mtp):
+            assert isinstance(layer, MTPLayer)
             # position t reads the embedding of token t + m + 1 and predicts token t + m + 2
-            state, normed = layer(state, self.embedding(self._own(_ahead(labels, m))), context)
-            losses.append(self._losses(self.head(enter(normed, self.world)), _ahead(labels, m + 1), loss_mask[m + 1]))
+            state = layer(state, self.embedding(self._own(_ahead(labels, m))), context)
+            losses.append(self._losses(layer.norm, state, _ahead(labels, m + 1), loss_mask[m + 1]))
         return torch.stack(losses)
 
     def _enter(self, tokens: Tensor) -> Rows:
@@ -137,8 +149,16 @@ class Stage(MegatronModule):
             )
         return logits_TBV.transpose(0, 1)
 
-    def _losses(self, logits_TBV: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        return cross_entropy(logits_TBV, self._own(labels).t(), self._own(mask).t(), self.world.groups.tp).t()
+    def _logits(self, norm: RMSNorm, state: Tensor) -> Tensor:
+        """[T, B, V / tensor ranks]."""
+        return self.head(enter(norm(state), self.world))
+
+    def _losses(self, norm: RMSNorm, state: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        own = self._own(labels).t(), self._own(mask).t()
+        return saving(self.activations.head, self._score, norm, state, *own).t()
+
+    def _score(self, norm: RMSNorm, state: Tensor, labels_TB: Tensor, mask_TB: Tensor) -> Tensor:
+        return cross_entropy(self._logits(norm, state), labels_TB, mask_TB, self.world.groups.tp)
 
     def _check(self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None) -> None:
         vocabulary = self.k3.vocab_size

@@ -10,6 +10,7 @@ import torch
 import k3
 import optim
 import parallel
+from k3.activations import ActivationConfig
 from k3.config import K3Config
 from optim.config import OptimConfig
 from optim.optimizer import Optimizer
@@ -33,13 +34,14 @@ def assemble(
     dtype: torch.dtype,
     seed: int,
     steps: int,
+    activations: ActivationConfig | None = None,
     prepare: Callable[[k3.Model], None] = lambda model: None,
 ) -> Parts:
     """This rank's share of a run of `steps` steps; parameters are drawn from `seed`.
 
     `prepare` may change the drawn parameters: the optimizer's masters are taken from what it leaves.
     """
-    built = k3.build(model, world, dtype=dtype, seed=seed)
+    built = k3.build(model, world, dtype=dtype, seed=seed, activations=activations)
     prepare(built)
     cards = k3.cards(built)
     wrapped = parallel.wrap(built, cards, world, stages=built.stages, rows=built.rows)

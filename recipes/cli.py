@@ -54,7 +54,7 @@ VERBS = {
     "prove": Verb(
         "show that a parallel layout computes what one process computes",
         "recipes.cli:_prove",
-        sections=("model", "optim", "parallel", "prove"),
+        sections=("model", "optim", "parallel", "activations", "prove"),
     ),
     "cards": Verb("print the parameters: shape, blocks, placement, optimizer", "recipes.cli:_cards", sections=("model",)),
     "bench": Verb(

@@ -154,7 +154,7 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
     """
     for word in words:
         key = word.key_or_group
-        if key in ("model", "parallel"):  # an option sets all of the section; in the other groups it sets the name
+        if key in ("model", "parallel", "activations"):  # an option sets all of the section; in the other groups it sets the name
             _set(base, key, get(typed, key))
         else:
             key = f"{key}.name" if key in GROUPS else key

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 from data.config import DataConfig
+from k3.activations import OPTIONS as ACTIVATIONS
+from k3.activations import ActivationConfig
 from k3.config import K3Config
 from k3.presets import PRESETS, nano
 from optim.config import OptimConfig, OptimizerName
@@ -109,6 +111,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     qat: Qat = Qat.none
     run: RunConfig = field(default_factory=RunConfig)
@@ -119,8 +122,8 @@ class Config:
 
 # which sections each job reads; its words may set no others
 JOBS: dict[str, tuple[str, ...]] = {
-    "pretrain": ("model", "optim", "data", "parallel", "precision", "qat", "run", "checkpoint", "wandb"),
-    "prove": ("model", "optim", "parallel", "prove"),
+    "pretrain": ("model", "optim", "data", "parallel", "activations", "precision", "qat", "run", "checkpoint", "wandb"),
+    "prove": ("model", "optim", "parallel", "activations", "prove"),
 }
 
 # group -> option -> its values: what `model=nano` chooses from
@@ -136,6 +139,7 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
         "data": partial(ParallelConfig, dp=2),
         "mixed": partial(ParallelConfig, tp=2, cp=2, dp=2, ep=4),
     },
+    "activations": dict(ACTIVATIONS),
 }
 
 

@@ -174,7 +174,9 @@ def prepare(cfg: Config, world: World) -> data.Prepared:
 
 def build(cfg: Config, model: k3.K3Config, world: World, prepared: data.Prepared, *, steps: int, position: int = 0) -> Trainer:
     """A trainer at step 0 for a model of `cfg`'s data, optimizer and precision; its stream starts at step `position`."""
-    parts = assemble(model, cfg.optim, world, dtype=DTYPES[cfg.precision.name], seed=cfg.run.seed, steps=steps)
+    parts = assemble(
+        model, cfg.optim, world, dtype=DTYPES[cfg.precision.name], seed=cfg.run.seed, steps=steps, activations=cfg.activations
+    )
     of = {"rank": world.data_rank, "of": world.data_size, "horizon": parts.objective.horizon}
     return Trainer(parts.model, parts.optimizer, data.stream(cfg.data, prepared, position=position, **of), parts.objective)
 

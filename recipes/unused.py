@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
+from k3.activations import Save
 from k3.config import Activation, Attention, Balance, Gate, Residual
 from optim.config import OptimizerName, ScheduleName
 from parallel.config import world_size
@@ -41,6 +42,13 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
     ),
     "parallel.bucket": (lambda c: not c.parallel.overlap, "parallel.overlap=false reduces all gradients at once"),
     **{f"parallel.{key}": (lambda c: _processes(c) == 1, "one process has no replicas") for key in ("zero", "overlap")},
+    **{
+        f"activations.{key}": (
+            lambda c: c.activations.layer is Save.recompute,
+            "activations.layer=recompute recomputes it with the layer",
+        )
+        for key in ("attention", "feed_forward")
+    },
     "run.sample_prompt": (lambda c: not c.run.sample_tokens, "run.sample_tokens=0 makes no sample"),
     "wandb.project": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there"),
     "wandb.name": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there"),

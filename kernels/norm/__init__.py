@@ -10,7 +10,9 @@ from torch import Tensor
 from kernels.norm.reference import gated_rms_norm as gated_rms_norm_reference
 from kernels.norm.reference import rms_norm as rms_norm_reference
 
-__all__ = ["gated_rms_norm", "gated_rms_norm_reference", "rms_norm", "rms_norm_reference"]
+__all__ = [
+    "gated_rms_norm", "gated_rms_norm_reference", "inverse_rms", "norm_backward", "rms_norm", "rms_norm_reference",
+]  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -30,7 +32,12 @@ def _math(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _norm_backward(grad: Tensor, normal: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis: x [..., d] -> [..., 1], in x's dtype."""
+    return torch.rsqrt(torch.linalg.vecdot(x, x).unsqueeze_(-1).div_(x.shape[-1]).add_(eps))
+
+
+def norm_backward(grad: Tensor, normal: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of normal * weight for x and weight, where normal = x * scale; `grad` is overwritten."""
     d = normal.shape[-1]
     product = grad * normal  # einsum would run these as thousands of tiny products
@@ -45,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         math = _math(x.dtype)
         xm = x.to(math)
-        scale = torch.rsqrt(torch.linalg.vecdot(xm, xm).unsqueeze_(-1).div_(x.shape[-1]).add_(eps))
+        scale = inverse_rms(xm, eps)
         ctx.save_for_backward(x, weight, scale)
         return (xm * scale).mul_(weight.to(math)).to(x.dtype)
 
@@ -53,7 +60,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         math = scale.dtype
-        grad_x, grad_weight = _norm_backward(grad_outputs[0].to(math, copy=True), x.to(math) * scale, scale, weight.to(math))
+        grad_x, grad_weight = norm_backward(grad_outputs[0].to(math, copy=True), x.to(math) * scale, scale, weight.to(math))
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
@@ -62,7 +69,7 @@ class _GatedRMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         math = _math(x.dtype)
         xm = x.to(math)
-        scale = torch.rsqrt(torch.linalg.vecdot(xm, xm).unsqueeze_(-1).div_(x.shape[-1]).add_(eps))
+        scale = inverse_rms(xm, eps)
         ctx.save_for_backward(x, gate, weight, scale)
         return (xm * scale).mul_(weight.to(math)).mul_(torch.sigmoid(gate.to(math))).to(gate.dtype)
 
@@ -76,5 +83,5 @@ class _GatedRMSNorm(torch.autograd.Function):
         weight_m = weight.to(math)
         grad_gate = (normal * weight_m).mul_(grad).mul_(open_)
         grad_gate = grad_gate.addcmul_(grad_gate, open_, value=-1)
-        grad_x, grad_weight = _norm_backward(grad.mul_(open_), normal, scale, weight_m)
+        grad_x, grad_weight = norm_backward(grad.mul_(open_), normal, scale, weight_m)
         return grad_x.to(x.dtype), grad_gate.to(gate.dtype), grad_weight.to(weight.dtype), None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
+from k3.activations import Save
 from parallel.config import sequence_parallel, world_size
 from parallel.stages import split_layers
 from recipes.config import Config
@@ -30,6 +32,8 @@ def heading(cfg: Config) -> Iterator[str]:
         yield f"stages      {', '.join(str(len(of)) for of in split_layers(cfg.model.layers, p))} layers"
     if world_size(p) == 1:
         yield "            one process compared with itself: give parallel sizes, such as parallel.tp=2"
+    if again := [f.name for f in dataclasses.fields(cfg.activations) if getattr(cfg.activations, f.name) is Save.recompute]:
+        yield f"recomputed  {', '.join(again)}; in the single process nothing"
     yield (
         f"batch       {b.steps} steps of {b.accumulation} x {b.batch} rows of {b.length} tokens, documents: {b.documents.name}, "
         f"padding: {shown(b.padding)}, seed {b.seed}; {b.dtype.name}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from k3.activations import ActivationConfig
 from parallel.config import ParallelConfig, world_size
 from parallel.local import Helper
 from recipes.config import Config
@@ -42,12 +43,12 @@ class Trace:
 
 
 def single(cfg: Config) -> Config:
-    """The same in one process."""
-    return dataclasses.replace(cfg, parallel=ParallelConfig(dp=1))
+    """The same in one process that recomputes nothing."""
+    return dataclasses.replace(cfg, parallel=ParallelConfig(dp=1), activations=ActivationConfig())
 
 
 def trace(cfg: Config, helper: Helper, *, traffic: bool = True) -> Trace:
-    """The trace of `cfg`'s layout (its sections model, optim, parallel and prove). Raises RankError where it fails.
+    """The trace of `cfg`'s layout (its sections model, optim, parallel, activations and prove). Raises RankError where it fails.
 
     traffic: count bytes in the first step, which slows it down.
     """

@@ -70,6 +70,10 @@ SWITCHES = [
 ]
 
 
+# against a single process that recomputes nothing
+SWITCHES += ["activations=full", "activations=selective"]
+
+
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_every_switch_under_a_mixed_layout(switch: str, helper: Helper) -> None:
     report = prove(f"{MIXED} {switch}", helper)

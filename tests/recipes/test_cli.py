@@ -57,6 +57,13 @@ def test_the_help_of_pretrain_lists_groups_and_keys(capsys: pytest.CaptureFixtur
     assert "model=tiny|nano|small|linear_48b|k3|dense" in out and "optim.clip.tau=100.0" in out and "run.resume=null" in out
 
 
+@pytest.mark.parametrize("verb", ["pretrain", "prove"])
+def test_help_shows_what_is_saved_for_the_backward_pass(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "activations=keep|full|selective" in out and "activations.head=keep" in out and "keep|recompute" in out
+
+
 def test_cfg_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["pretrain", "model=tiny", "--cfg", "job", "optim.lr=3e-3"]) == 0
     printed = OmegaConf.create(capsys.readouterr().out)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3.activations import full
 from k3.config import Balance
 from k3.presets import PRESETS
 from optim.config import OptimizerName
@@ -167,6 +168,7 @@ def test_a_resume_takes_the_configuration_of_the_run(tmp_path: Path):
 
     automatic = compose(["run.resume=auto", f"run.dir={tmp_path}", "optim=muon"])
     assert automatic.model == first.model and automatic.optim == first.optim, "a group typed again resets nothing inside it"
+    assert compose([f"run.resume={tmp_path}", "activations=full"]).activations == full()
     assert compose([f"run.resume={tmp_path}", "model=nano"]).model == PRESETS["nano"](), "what is typed is never dropped"
 
 

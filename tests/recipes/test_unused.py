@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from k3.activations import full
 from recipes.compose import compose
 from recipes.errors import UserError
 from recipes.unused import RULES
@@ -30,6 +31,8 @@ IDLE = {
     "parallel.bucket": ["parallel.dp=2", "parallel.overlap=false", "parallel.bucket=100"],
     "parallel.zero": ["parallel.zero=0"],
     "parallel.overlap": ["parallel.overlap=false"],
+    "activations.attention": ["activations.layer=recompute", "activations.attention=recompute"],
+    "activations.feed_forward": ["activations=full", "activations.feed_forward=recompute"],
     "run.sample_prompt": ["run.sample_tokens=0", "run.sample_prompt=class"],
     "wandb.project": ["wandb.mode=disabled", "wandb.project=x"],
     "wandb.name": ["wandb.mode=disabled", "wandb.name=x"],
@@ -51,6 +54,10 @@ def test_idle_keys_are_refused(rule: str) -> None:
 
 def test_the_default_value_is_no_offence() -> None:
     compose(["optim=adamw", "optim.muon.per_head=true"])
+
+
+def test_a_policy_may_be_widened() -> None:
+    assert compose(["activations=selective", "activations.layer=recompute"]).activations.effective() == full()
 
 
 def test_the_last_word_for_a_key_counts() -> None:
