@@ -112,8 +112,8 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
             cb.on_first(world, cb.Summary(folder.path, model, layout)),
             cb.on_first(world, cb.Wandb(cfg.wandb, folder.path, plain(cfg))),
         ]
-        for table in over_stages(world, {str(world.groups.pp.rank()): trainer.optimizer.describe()}).values():
-            say(table)
+        for rank, table in over_stages(world, {str(world.groups.pp.rank()): trainer.optimizer.describe()}).items():
+            say(f"pipeline rank {rank}:\n{table}" if world.config.pp > 1 else table)
         where = f"{world.size} processes on {world.device.type}" if world.size > 1 else f"{world.device}"
         say(f"run {folder.path}: {model['parameters']:,} parameters, {model['active']:,} active a token, on {where}")
         if folder.checkpoint is not None:

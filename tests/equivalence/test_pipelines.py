@@ -44,7 +44,11 @@ VARIANTS = {
     "AdamW": f"{SHORT} parallel.pp=2 parallel.vpp=2 parallel.dp=2 optim=adamw prove.accumulation=2",
     "clipped heads": "parallel.pp=2 parallel.tp=2 optim.clip.tau=0.02 prove.length=32 prove.accumulation=2",
 }
-QUICK = {"shorter than the pipeline", "longer, in uneven groups", "embedding and head alone", "clipped heads"}
+VARIANTS |= {
+    f"recomputed: {how}": f"{SHORT} parallel.pp=2 parallel.vpp=2 {also} activations={how} prove.accumulation=3"
+    for how, also in (("full", "parallel.tp=2"), ("selective", "parallel.dp=2 parallel.ep=2"))
+}
+QUICK = {"recomputed: full", "shorter than the pipeline", "longer, in uneven groups", "embedding and head alone", "clipped heads"}
 
 
 def _agrees(words: str, helper: Helper) -> None:

@@ -96,7 +96,7 @@ def test_the_names_that_users_type():
         ("run.dir=${oc.env:K3_NO_SUCH_VARIABLE}", "K3_NO_SUCH_VARIABLE"),
         ("model.kda.lower_bound=-7", "must lie in [-5, 0)"),
         ("model.moe.top_k=32", "top_k=32"),
-        ("parallel.pp=2", "parallel.pp=2"),
+        ("parallel.vpp=2", "parallel.vpp=2: virtual stages need parallel.pp"),
         ("parallel.tp=3", "parallel.tp=3: must divide model.kda.heads = 2"),
         ("parallel=tensr", "tensor"),
         ("parallel.sp=true", "parallel.sp=true"),
