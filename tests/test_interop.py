@@ -31,6 +31,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["checkout first", "checkout last"])
 def test_transformers_works_beside_the_project(first, tmp_path):
     """From elsewhere with the checkout on PYTHONPATH, and from the checkout itself (where "" leads sys.path)."""

@@ -74,7 +74,14 @@ SWITCHES = [
 SWITCHES += ["activations=full", "activations=selective"]
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+# one of each kind; the others are marked slow
+QUICK = {
+    "model.residual=sum", "model.latent=false", "model.mtp_layers=2", "model.kda.gate=softplus model.kda.output_gate=low_rank",
+    "model.moe.balance=aux", "optim.muon.per_head=false", "activations=full",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("switch", [pytest.param(s, marks=[pytest.mark.slow] * (s not in QUICK)) for s in SWITCHES])
 def test_every_switch_under_a_mixed_layout(switch: str, helper: Helper) -> None:
     report = prove(f"{MIXED} {switch}", helper)
     assert report.passed, list(report.failures())
@@ -96,10 +103,8 @@ def test_the_weight_clip_works_on_cut_weights(helper: Helper) -> None:
         assert not torch.equal(clipped.weights[weight], free.weights[weight]), "nothing was clipped"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["parallel.tp=2 parallel.dp=2", pytest.param("parallel.cp=2 parallel.dp=2 parallel.ep=2", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["parallel.tp=2 parallel.dp=2", "parallel.cp=2 parallel.dp=2 parallel.ep=2"])
 def test_twenty_adamw_steps_leave_every_replica_bitwise_equal(layout: str, helper: Helper) -> None:
     report = prove(f"{layout} optim=adamw prove.steps=20 prove.length=24 prove.dtype=float32 prove.documents=few", helper)
     assert report.drift == {}

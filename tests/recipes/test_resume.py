@@ -95,6 +95,7 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     raise AssertionError(f"step {step} was not reached:\n{process.communicate()[0]}")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_its_printed_command_continues(home, whole):
     folder = home / "stopped"
     process = start(words(home, "stopped", *STEPS, "checkpoint.every=0"))
