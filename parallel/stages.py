@@ -71,6 +71,11 @@ def group_size(config: ParallelConfig, micro_batches: int) -> int:
     return config.group
 
 
+def bubble(config: ParallelConfig, micro_batches: int) -> float:
+    """The share of a step in which a pipeline rank waits, if all stages took equally long and nothing else cost time."""
+    return (config.pp - 1) / (config.vpp * micro_batches + config.pp - 1)
+
+
 def _fits(group: int, pp: int, micro_batches: int) -> bool:
     return pp <= group <= micro_batches and not 0 < micro_batches % group < pp
 

@@ -137,6 +137,7 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
         "expert": partial(ParallelConfig, ep=2),
         "context": partial(ParallelConfig, cp=2),
         "data": partial(ParallelConfig, dp=2),
+        "pipeline": partial(ParallelConfig, pp=2),
         "mixed": partial(ParallelConfig, tp=2, cp=2, dp=2, ep=4),
     },
     "activations": dict(ACTIVATIONS),

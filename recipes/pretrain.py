@@ -20,6 +20,7 @@ from k3 import ConfigError
 from k3.cards import describe
 from parallel import ParallelError, checkpoint
 from parallel.checkpoint import CheckpointError
+from parallel.stages import bubble
 from parallel.states import seed_generators
 from parallel.together import from_first, gather, over_stages, told_once
 from parallel.world import World
@@ -115,6 +116,9 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
         for rank, table in over_stages(world, {str(world.groups.pp.rank()): trainer.optimizer.describe()}).items():
             say(f"pipeline rank {rank}:\n{table}" if world.config.pp > 1 else table)
         where = f"{world.size} processes on {world.device.type}" if world.size > 1 else f"{world.device}"
+        if cfg.parallel.pp > 1:
+            of = data.config.micro_batches(cfg.data, of=world.data_size)
+            say(f"pipeline: {of} micro-batches a step; ranks wait at least {bubble(cfg.parallel, of):.0%} of the time")
         say(f"run {folder.path}: {model['parameters']:,} parameters, {model['active']:,} active a token, on {where}")
         if folder.checkpoint is not None:
             restore(trainer, folder.checkpoint)

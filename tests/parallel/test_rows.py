@@ -78,6 +78,7 @@ class _Pipeline:
                 out = self.forward(stage, m, arriving)
                 passes[stage, m] = arriving, out
                 arriving = out.detach().requires_grad_()
+            assert not any(len(bank) for bank in self.banks), "rows are freed with their micro-batch"
         for m in range(micro_batches):
             gradient = None
             for stage in reversed(range(self.plan.stages)):
