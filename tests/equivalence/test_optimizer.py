@@ -28,9 +28,7 @@ LAYOUTS = {
     "dp=4 ep=2": ParallelConfig(dp=4, ep=2),
 }
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-CASES = [
-    Case(dtype, per_head=per_head, zero=zero) for dtype, per_head, zero in itertools.product(DTYPES, (True, False), (1, 0))
-]
+CASES = [Case(dtype, per_head=per_head, zero=zero) for dtype, per_head, zero in itertools.product(DTYPES, (True, False), (1, 0))]
 CASES += [Case(dtype, OptimizerName.adamw, zero=zero) for dtype, zero in itertools.product(DTYPES, (1, 0))]
 Rank = dict[str, Any]
 
