@@ -46,7 +46,7 @@ class Slot:
 
     def __init__(self, size: int, device: torch.device, landing: Tensor | None = None):
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._landing = landing
+        self.landing = landing
         self._reducing: list[tuple[Any, Region]] = []
         self._landed: list[tuple[Tensor, Tensor]] = []  # (a part on its way, its shard)
         self._arrival: torch.cuda.Event | None = None
@@ -72,10 +72,10 @@ class Slot:
             if handle is not None:
                 handle.wait()
             part = region.mine(self.memory)
-            if self._landing is None:
+            if self.landing is None:
                 region.shard.add_(part)
                 continue
-            landed = self._landing[used : used + part.nbytes].view(part.dtype)
+            landed = self.landing[used : used + part.nbytes].view(part.dtype)
             landed.copy_(part, non_blocking=True)
             self._landed.append((landed, region.shard))
             used += part.nbytes

@@ -57,6 +57,7 @@ def test_offloaded_gradients(helper: Helper, layout: str) -> None:
         for case, facts in zip(cases, rank):
             check(facts["want"], facts["got"], case)
             check(facts["want"], facts["twice"], case, times=2)
+            assert facts["moved"] is case.landing
             assert {part["device"] for part in facts["got"].values()} == {"cpu"}
 
 
@@ -113,7 +114,7 @@ def test_a_step_after_one_that_failed(helper: Helper, landing: bool) -> None:
 
 def test_other_passes_than_announced_are_named(helper: Helper) -> None:
     (said,) = run(helper, "miscounted", "1 and 1", Case())
-    assert said["right"] == "nothing"
+    assert said["right"] == "nothing" and not any(said["left"])
     assert said["one short"].startswith("chunk 0: 6 gradients") and "1 of table" in said["one short"]
     assert said["a group short"].startswith("chunk 0: 12 gradients") and "0 more groups" in said["a group short"]
     assert "more gradients than there are micro-batches" in said["one more"]

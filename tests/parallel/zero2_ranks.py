@@ -184,7 +184,8 @@ def _compare(layout: ParallelConfig, case: Case) -> dict[str, Any]:
     for chunk, m in order(case):
         back(zero2.chunks[chunk], batch(world, m))
     zero2.finish()
-    return {"want": want, "got": got, "twice": parts(zero2.chunks, world)}
+    moved = any(slot.landing is not None for slot in zero2.turns.slots)
+    return {"want": want, "got": got, "twice": parts(zero2.chunks, world), "moved": moved}
 
 
 def trained(layout: ParallelConfig, case: Case) -> dict[str, Any]:
@@ -304,14 +305,15 @@ def _interrupted(layout: ParallelConfig, case: Case, passes: int) -> dict[str, A
     return {"want": want, "got": parts(zero2.chunks, world), "errors": errors}
 
 
-def miscounted(layout: ParallelConfig, case: Case) -> dict[str, str]:
-    """What is said about schedules that are not the announced one."""
+def miscounted(layout: ParallelConfig, case: Case) -> dict[str, Any]:
+    """What is said about schedules that are not the announced one, and the bytes of gradients that stay on parameters."""
     world = started(layout, case)
     zero2 = Zero2(toys(world, case), world)
-    passes = order(case)
+    passes, left = order(case), list[int]()
 
     def said(announced: tuple[int, int] | None, passes: list[tuple[int, int]]) -> str:
         zero2.abort()
+        left.append(zero2.live_bytes().other)
         if announced is not None:
             zero2.begin_step(*announced)
         try:
@@ -323,7 +325,7 @@ def miscounted(layout: ParallelConfig, case: Case) -> dict[str, str]:
         return "nothing"
 
     told = case.micro_batches, case.group
-    out = {
+    out: dict[str, Any] = {
         "right": said(told, passes),
         "one short": said(told, passes[:-1]),
         "a group short": said(told, passes[: len(passes) // 2]),
@@ -333,4 +335,4 @@ def miscounted(layout: ParallelConfig, case: Case) -> dict[str, str]:
     }
     zero2.chunks[0].module.one.requires_grad_(False)  # gets no gradient any more
     out["a parameter without"] = said(told, passes)
-    return out
+    return out | {"left": left}
