@@ -19,7 +19,7 @@ class ParallelConfig:
     overlap_warmup: bool = False  # with overlap_p2p: also while the pipeline fills and drains
     cp: int = 1  # context: contiguous shards of the sequence
     dp: int | None = None  # data; null: what the processes leave, and at least what ep needs
-    zero: int = 1  # over data and context ranks 1 cuts the optimizer's state and update, 2 gradients too (virtual stages); 0: none
+    zero: int = 1  # over data and context ranks 1 cuts the optimizer's state and work, 2 gradients too (virtual stages); 0: none
     offload_gradients: bool = False  # with zero=2: the reduced gradients lie in CPU memory
     overlap: bool = True  # reduce gradients while the backward pass still runs
     bucket: int | None = None  # parameters reduced together; null: megatron-core's choice
