@@ -78,7 +78,7 @@ class Optimizer:
     """Made by `build`. A parameter whose gradient is None is left untouched; one whose gradient is zero (as a gradient buffer
     gives it) changes by its momentum and, where its card says so, its weight decay: nothing else.
 
-    Gradients are read from `parameter.main_grad` where it exists, else from `parameter.grad`.
+    Gradients are read from the shards: ZeRO-2's own, else `parameter.main_grad` where it exists, else `parameter.grad`.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class Optimizer:
 
         Every rank must call it. Weights are whole again on all of them afterwards.
         """
-        gradients = {n: g for n, shard in self._parts.items() if (g := shard.gradient) is not None}
+        # offloaded gradients come back here; a gradient on the weight's device is not copied
+        gradients = {n: g.to(shard.parameter.device) for n, shard in self._parts.items() if (g := shard.gradient) is not None}
         norm, finite = self._norm(gradients, finite)
         lr = self.cfg.lr * schedule.factor(self.cfg.schedule, self.step_count, self.steps)
         scale = clip_coefficient(norm, self.cfg.grad_clip)

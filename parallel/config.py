@@ -86,5 +86,9 @@ def _pipeline(config: ParallelConfig) -> Iterator[str]:
         )
     if config.zero == 2 and virtual and config.dp is not None and config.dp * config.cp == 1:
         yield "parallel.zero=2: cuts gradients over data and context ranks, and there is one; give parallel.dp=2, or leave it out"
+    if config.zero == 2 and config.bucket is not None:
+        yield f"parallel.bucket={config.bucket}: parallel.zero=2 reduces the gradients of a stage together; leave it out"
+    if config.zero == 2 and not config.overlap:
+        yield "parallel.overlap=false: parallel.zero=2 always reduces while the next stage computes; leave it out"
     if config.offload_gradients and config.zero != 2:
         yield f"parallel.offload_gradients=true: has no effect with parallel.zero={config.zero}; give parallel.zero=2"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from parallel.rows import RowBank
 from parallel.shards import Shard, Shards
 from parallel.stages import group_size
 from parallel.world import World
+
+if TYPE_CHECKING:
+    from parallel.zero2 import Zero2
 
 
 class ParallelModel:
@@ -26,7 +29,12 @@ class ParallelModel:
 
     def __init__(self, module: nn.Module, cards: CardTable, world: World, stages: Sequence[nn.Module], rows: RowBank | None):
         self.module, self.world, self.rows = module, world, rows
-        self.ddps = [_buffers(stage, world) for stage in stages]
+        self.zero2: Zero2 | None = None
+        if world.config.zero == 2:
+            from parallel.zero2 import Zero2
+
+            self.zero2 = Zero2(stages, world)
+        self.ddps: list[Any] = list(self.zero2.chunks) if self.zero2 else [_buffers(stage, world) for stage in stages]
         self.shards = Shards.of(self.ddps, cards, world)
         self.replicated = [self.shards[card.name] for card, _ in cards.trained() if _sums_over_tensor_ranks(card, world)]
         self.at_both_ends = [self.shards[card.name] for card, _ in cards.trained() if card.placement.both_ends]
@@ -107,7 +115,7 @@ def _sum_over(group: Any, shards: Sequence[Shard]) -> None:
         if gradient is not None and gradient.numel():
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for gradients in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in gradients])
+        flat = torch.cat([g.reshape(-1) for g in gradients]).to(shards[0].parameter.device)  # from the CPU where it is offloaded
         dist.all_reduce(flat, group=group)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
             gradient.copy_(summed.view(gradient.shape))
@@ -128,6 +136,8 @@ def run_step(model: ParallelModel, micro_batches: Sequence[Any], forward: Forwar
     def finish(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
         model.finish()
 
+    if model.zero2 is not None:
+        model.zero2.begin_step(len(micro_batches), group_size(model.world.config, len(micro_batches)))
     no_sync = [ddp.no_sync for ddp in model.ddps]
     model.config.finalize_model_grads_func = finish
     model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -1,6 +1,6 @@
-"""Which part of every parameter this rank updates (ZeRO-1), read from megatron-core's buffers.
+"""Which part of every parameter this rank updates (ZeRO-1 and 2), read from megatron-core's buffers.
 
-Under ZeRO-1 each bucket of a buffer is cut evenly over the ranks that replicate it: data and context ranks for dense parameters,
+Under ZeRO each bucket of a buffer is cut evenly over the ranks that replicate it: data and context ranks for dense parameters,
 expert-data ranks for experts. A rank holds the reduced gradient, the master weight and the moments of its cut alone; `sync`
 gathers the updated weights. Without ZeRO, or without replicas, every part is the whole parameter.
 """
@@ -29,6 +29,7 @@ class Shard:
     rank: int  # in `group`
     group: Any  # the process group the parameter is cut over; None where it is not cut
     counted: bool  # this rank counts the part in sums over the model, and no other rank counts it too
+    reduced: Tensor | None = None  # under ZeRO-2, where the part's gradient lies, maybe in CPU memory; shaped like `weight`
 
     @property
     def start(self) -> int:
@@ -53,7 +54,9 @@ class Shard:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The reduced gradient: of `main_grad` where there is one, else of `grad`."""
+        """The reduced gradient: ZeRO-2's where it holds one, else of `main_grad` where there is one, else of `grad`."""
+        if self.reduced is not None:
+            return self.reduced
         main: Tensor | None = getattr(self.parameter, "main_grad", None)
         gradient = self.parameter.grad if main is None else main
         return None if gradient is None else self.of(gradient)
@@ -65,9 +68,7 @@ class Shards(Mapping[str, Shard]):
     def __init__(self, shards: Mapping[str, Shard], world: World | None = None, buffers: Sequence[Any] = ()):
         self._shards = dict(shards)
         self.world = world
-        self._buffers = (
-            buffers  # megatron-core's DistributedDataParallel of each stage, where the weights lie in gathered buffers
-        )
+        self._buffers = buffers  # megatron-core's DistributedDataParallel of each stage: the weights may lie in gathered buffers
 
     @classmethod
     def whole(cls, cards: CardTable) -> Shards:
@@ -77,15 +78,16 @@ class Shards(Mapping[str, Shard]):
     @classmethod
     def of(cls, buffers: Sequence[Any], cards: CardTable, world: World) -> Shards:
         """The cut that megatron-core's DistributedDataParallel makes of each stage."""
-        ranges = {p: parts for of in buffers if of.ddp_config.use_distributed_optimizer for p, parts in _cut(of).items()}
+        ranges = {p: parts for of in buffers if of.ddp_config.use_distributed_optimizer for p, parts in cut(of).items()}
+        reduced = {p: gradient for of in buffers for p, gradient in getattr(of, "reduced", {}).items()}
         shards = {}
         for card, p in cards.trained():
             group = world.groups.expt_dp if card.placement.group is Group.EXPERT else world.groups.dp_cp
             first = _first_of_replicas(card, world)
             if (parts := ranges.get(p)) is not None and group.size() > 1:
-                shards[card.name] = Shard(p, parts, group.rank(), group, first)
+                shards[card.name] = Shard(p, parts, group.rank(), group, first, reduced.get(p))
             else:
-                shards[card.name] = Shard(p, ((0, p.numel()),), 0, None, first and group.rank() == 0)
+                shards[card.name] = Shard(p, ((0, p.numel()),), 0, None, first and group.rank() == 0, reduced.get(p))
         return cls(shards, world, buffers)
 
     def __getitem__(self, name: str) -> Shard:
@@ -154,7 +156,7 @@ def _first_of_replicas(card: Card, world: World) -> bool:
     return world.groups.tp.rank() == 0
 
 
-def _cut(buffers: Any) -> dict[nn.Parameter, tuple[tuple[int, int], ...]]:
+def cut(buffers: Any) -> dict[nn.Parameter, tuple[tuple[int, int], ...]]:
     """[start, stop) of every rank, by parameter: each bucket is cut evenly, wherever the edges fall."""
     out = {}
     for buffer in (*buffers.buffers, *buffers.expert_parallel_buffers):

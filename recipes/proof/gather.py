@@ -44,7 +44,7 @@ def gradients(cards: CardTable, shards: Shards, world: World) -> dict[str, Tenso
         part = shard.gradient
         if part is None:
             part = torch.zeros_like(shard.weight)
-        gradient = torch.zeros(parameter.shape, dtype=part.dtype)
+        gradient = torch.zeros(parameter.shape, dtype=part.dtype, device=parameter.device)  # of collectives
         shard.of(gradient).copy_(part)
         if shard.group is not None:
             dist.all_reduce(gradient, group=shard.group)

@@ -109,3 +109,34 @@ def rows_after_a_failure(cfg: Config) -> tuple[int, int]:
     with pytest.raises(ValueError, match="on purpose"):
         run_step(model, batches, forward, lambda _, losses: objective.share(losses, torch.ones(2)))
     return during, len(model.rows)
+
+
+def gradient_bytes(cfg: Config) -> tuple[list[int], list[int]]:
+    """(bytes of all tensors that hold gradients, before each backward pass of a stage and after the step; the bytes of each
+    stage's own gradient buffers, which ZeRO-2 gives back).
+    """
+    world = parallel.start(cfg.parallel, "cpu")
+    parts = assemble(cfg.model, cfg.optim, world, dtype=torch.float64, seed=0, steps=1)
+    model, objective, seen = parts.model, parts.objective, list[int]()
+    buffers = [[*ddp.buffers, *ddp.expert_parallel_buffers] for ddp in model.ddps]
+
+    def count(*_: Any) -> None:
+        parameters = list(model.module.parameters())
+        found = [g for p in parameters for g in (p.grad, getattr(p, "main_grad", None))]
+        found += [shard.gradient for shard in model.shards.values()]
+        found += [b.grad_data for of in buffers for b in of] + [k.grad_data for of in buffers for b in of for k in b.buckets]
+        if model.zero2 is not None:
+            found += [slot.memory for slot in model.zero2.turns.slots]
+        storages = {id(t) if t.is_meta else t.untyped_storage().data_ptr(): t for t in found if t is not None}
+        seen.append(sum(0 if t.is_meta else t.untyped_storage().nbytes() for t in storages.values()))
+
+    def forward(stage: torch.nn.Module, batch: Batch) -> Tensor:
+        output = objective.forward(stage, batch, cfg.prove.batch * cfg.prove.length * cfg.prove.accumulation)
+        output.register_hook(count)
+        return output
+
+    batches = next(Batches(cfg.prove, cfg.model.vocab_size, 2, rank=world.data_rank, of=world.data_size)).micro_batches
+    model.zero_grad()
+    run_step(model, batches, forward, lambda _, losses: objective.share(losses, torch.ones(2)))
+    count()
+    return seen, [sum(b.grad_data.numel() * b.grad_data.element_size() for b in of) for of in buffers]

@@ -41,6 +41,9 @@ VARIANTS = {
     "no MTP": f"{SHORT} parallel.pp=2 parallel.vpp=2 model.mtp_layers=0 prove.accumulation=2",
     "two MTP layers": f"{SHORT} parallel.pp=2 model.mtp_layers=2 prove.accumulation=2",
     "auxiliary loss": f"{SHORT} parallel.pp=2 parallel.ep=2 model.moe.balance=aux prove.accumulation=2",
+    "ZeRO-2": f"{SHORT} parallel.pp=2 parallel.vpp=2 parallel.dp=2 parallel.zero=2 prove.accumulation=3",
+    "ZeRO-2, offloaded": f"{SHORT} model.layers=6 parallel.pp=2 parallel.vpp=3 parallel.dp=2 parallel.ep=2 parallel.tp=2 "
+    "parallel.zero=2 parallel.offload_gradients=true activations=full prove.accumulation=5",
     "AdamW": f"{SHORT} parallel.pp=2 parallel.vpp=2 parallel.dp=2 optim=adamw prove.accumulation=2",
     "clipped heads": "parallel.pp=2 parallel.tp=2 optim.clip.tau=0.02 prove.length=32 prove.accumulation=2",
 }
@@ -48,7 +51,7 @@ VARIANTS |= {
     f"recomputed: {how}": f"{SHORT} parallel.pp=2 parallel.vpp=2 {also} activations={how} prove.accumulation=3"
     for how, also in (("full", "parallel.tp=2"), ("selective", "parallel.dp=2 parallel.ep=2"))
 }
-QUICK = {"recomputed: full", "shorter than the pipeline", "longer, in uneven groups"}
+QUICK = {"recomputed: full", "ZeRO-2", "shorter than the pipeline", "longer, in uneven groups"}
 
 
 def _agrees(words: str, helper: Helper) -> None:
@@ -76,3 +79,14 @@ def test_three_axes_on_eight_processes(helper: Helper) -> None:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in VARIANTS])
 def test_variant(name: str, helper: Helper) -> None:
     _agrees(VARIANTS[name], helper)
+
+
+@pytest.mark.parametrize("vpp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_zero_2_holds_two_chunk_buffers_and_the_shard(vpp: int, helper: Helper) -> None:
+    """Gradients as tensor bytes, throughout a step of the whole model: at most that, and exactly that."""
+    words = f"model.layers=8 parallel.pp=2 parallel.vpp={vpp} parallel.dp=2 prove.accumulation=4 prove.length=32 parallel.zero="
+    one, two = (helper.run_ranks("tests.equivalence.ranks:gradient_bytes", 4, config(f"{words}{zero}")) for zero in (1, 2))
+    for (seen_one, stages), (seen_two, _) in zip(one, two):
+        assert len(seen_one) == len(seen_two) == 4 * vpp + 1
+        assert set(seen_one) == {sum(stages)}
+        assert set(seen_two) == {2 * max(stages) + sum(stages) // 2}
