@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,26 +137,30 @@ def run_step(model: ParallelModel, micro_batches: Sequence[Any], forward: Forwar
     def finish(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
         model.finish()
 
+    group = group_size(model.world.config, len(micro_batches)) if model.world.config.vpp > 1 else 1
     if model.zero2 is not None:
-        model.zero2.begin_step(len(micro_batches), group_size(model.world.config, len(micro_batches)))
+        model.zero2.begin_step(len(micro_batches), group)
     no_sync = [ddp.no_sync for ddp in model.ddps]
     model.config.finalize_model_grads_func = finish
     model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return _run(model, micro_batches, forward, loss, forward_only=False)
+    return _run(model, micro_batches, forward, loss, group=group)
 
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, batches: Sequence[Any], forward: Forward, report: Callable[[Any, Tensor], Any]) -> list[Any]:
     """Forward alone: `report(batch, output)` of the last stage for every batch, in order; on ranks without that stage none."""
-    given = list(batches)
-    if model.world.config.vpp > 1:  # virtual stages need as many as there are ranks: the last one again, its report dropped
-        given += given[-1:] * (model.world.config.pp - len(given))
+    given, layout, group = list(batches), model.world.config, 1
+    if layout.vpp > 1:  # virtual stages need as many as there are ranks: the last one again, its report dropped
+        given += given[-1:] * (layout.pp - len(given))
+        group = group_size(replace(layout, group=None), len(given))  # the typed group is for steps, which have another number
     nothing = torch.zeros((), device=model.world.device)
-    reports = _run(model, given, forward, lambda batch, output: (nothing, report(batch, output)), forward_only=True)
+    reports = _run(model, given, forward, lambda batch, output: (nothing, report(batch, output)), group=group, forward_only=True)
     return reports[: len(batches)]
 
 
-def _run(model: ParallelModel, batches: Sequence[Any], forward: Forward, loss: Loss, *, forward_only: bool) -> list[Any]:
+def _run(
+    model: ParallelModel, batches: Sequence[Any], forward: Forward, loss: Loss, *, group: int, forward_only: bool = False
+) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -176,8 +181,7 @@ def _run(model: ParallelModel, batches: Sequence[Any], forward: Forward, loss: L
     options: dict[str, Any] = {}
     if layout.pp > 1:
         options["p2p_communicator"] = P2PCommunicator(groups.pp, config)
-    if layout.vpp > 1:
-        config.microbatch_group_size_per_vp_stage = group_size(layout, len(batches))
+    config.microbatch_group_size_per_vp_stage = group
     try:
         reports: list[Any] = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)(
             forward_step_func=step,

@@ -81,7 +81,7 @@ def same_state(one: Path, other: Path) -> None:
 
 def test_a_pipeline_does_all_that_one_process_does(home, helper, single):
     """The curve, held-out losses, sample, pictures and sizes, with stages on both ranks that one micro-batch crosses twice."""
-    done, folder = run(helper, home, "pipeline", "parallel.pp=2", "parallel.vpp=2")
+    done, folder = run(helper, home, "pipeline", "parallel.pp=2", "parallel.vpp=2", "parallel.group=2")
     assert [d["code"] for d in done] == [0, 0]
     same_curve(folder, single, 1e-5)
     assert (folder / "sample.txt").read_text() == (single / "sample.txt").read_text()
