@@ -1,11 +1,11 @@
-"""Whether parallel sizes fit a model: said before a process starts, with the size, the value and the fix."""
+"""Whether parallel sizes fit a model, said before a process starts with size, value and fix; which stage holds what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 
-from k3.config import K3Config
+from k3.config import K3Config, Residual
 from parallel.config import ParallelConfig, ParallelError
 from parallel.stages import split_layers
 
@@ -24,6 +24,31 @@ def check_layout(model: K3Config, parallel: ParallelConfig, *, length: int | Non
         wrong += _sequence(model, parallel, length)
     if wrong:
         raise ParallelError("\n".join(wrong))
+
+
+def rows_made(config: K3Config, layers: list[range]) -> tuple[int, ...]:
+    """How many rows the bank of Attention Residuals holds after each stage: one for every block that has begun."""
+    if config.residual is not Residual.attnres:
+        return (0,) * len(layers)
+    return tuple(-(-of.stop // config.residual_block) for of in layers)
+
+
+def holder(c: K3Config, layers: Sequence[range]) -> Callable[[str], Iterator[int]]:
+    """name of a parameter -> the stages that hold it, as `k3.model.Model.holds` finds them: one, or both ends."""
+    of_layer = {index: number for number, held in enumerate(layers) for index in held}
+    last = len(layers) - 1
+
+    def stages(name: str) -> Iterator[int]:
+        part, _, rest = name.partition(".")
+        if part == "layers":
+            yield of_layer[int(rest.split(".", 1)[0])]
+            return
+        if part == "embedding":
+            yield 0
+        if part != "embedding" or (c.mtp_layers and last):
+            yield last
+
+    return stages
 
 
 def _tensor(c: K3Config, tp: int) -> Iterator[str]:

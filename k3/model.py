@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from k3.config import K3Config, Residual
+from k3.config import K3Config
+from k3.layout import rows_made
 from k3.stage import Stage
 from parallel.megatron import TransformerConfig
-from parallel.rows import RowBank, RowPlan
-from parallel.stages import split_layers
+from parallel.rows import RowBank
+from parallel.stages import RowPlan, split_layers
 from parallel.world import World
 
 
@@ -47,10 +48,3 @@ class Model(nn.Module):
         parts = [name for name, part in self.named_children() if not isinstance(part, (nn.ModuleDict, nn.ModuleList))]
         parts += [f"{group}.{i}" for group in ("layers", "mtp") for i, _ in getattr(self, group, nn.Module()).named_children()]
         return name.startswith(tuple(f"{part}." for part in parts))
-
-
-def rows_made(config: K3Config, layers: list[range]) -> tuple[int, ...]:
-    """How many rows the bank of Attention Residuals holds after each stage: one for every block that has begun."""
-    if config.residual is not Residual.attnres:
-        return (0,) * len(layers)
-    return tuple(-(-of.stop // config.residual_block) for of in layers)

@@ -19,32 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.stages import RowPlan
+
 
 class RowError(RuntimeError):
     """What arrived is not what the plan says, or rows were left behind."""
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """made [C]: rows in the bank when each stage has run, over the whole model; pp: pipeline ranks."""
-
-    made: tuple[int, ...]
-    pp: int
-
-    @property
-    def stages(self) -> int:
-        return len(self.made)
-
-    def kept(self, stage: int) -> int:
-        """Rows that the rank of `stage` has when the stage begins: those of its previous one."""
-        return self.made[stage - self.pp] if stage >= self.pp else 0
-
-    def sent(self, stage: int) -> int:
-        """Rows that travel from `stage` to the next beside the prefix."""
-        return self.made[stage] - self.kept(stage + 1) if stage + 1 < self.stages else 0
-
-    def is_last_of_rank(self, stage: int) -> bool:
-        return stage + self.pp >= self.stages
 
 
 @dataclass

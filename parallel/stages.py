@@ -1,8 +1,11 @@
-"""How a model is cut into pipeline stages, and a step's micro-batches into groups: plain arithmetic, read before torch is."""
+"""How a model is cut into pipeline stages, which rows travel between them, and how a step's micro-batches are grouped: plain
+arithmetic, read before torch is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from parallel.config import ParallelConfig, ParallelError
@@ -72,3 +75,29 @@ def group_size(config: ParallelConfig, micro_batches: int) -> int:
 
 def _fits(group: int, pp: int, micro_batches: int) -> bool:
     return pp <= group <= micro_batches and not 0 < micro_batches % group < pp
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which rows travel between stages and which are kept on a rank; see parallel/rows.py for what becomes of them.
+
+    made [C]: rows in the bank when each of the C = pp * vpp stages has run, over the whole model; pp: pipeline ranks.
+    """
+
+    made: tuple[int, ...]
+    pp: int
+
+    @property
+    def stages(self) -> int:
+        return len(self.made)
+
+    def kept(self, stage: int) -> int:
+        """Rows that the rank of `stage` has when the stage begins: those of its previous one."""
+        return self.made[stage - self.pp] if stage >= self.pp else 0
+
+    def sent(self, stage: int) -> int:
+        """Rows that travel from `stage` to the next beside the prefix."""
+        return self.made[stage] - self.kept(stage + 1) if stage + 1 < self.stages else 0
+
+    def is_last_of_rank(self, stage: int) -> bool:
+        return stage + self.pp >= self.stages
