@@ -121,6 +121,7 @@ class Config:
 JOBS: dict[str, tuple[str, ...]] = {
     "pretrain": ("model", "optim", "data", "parallel", "precision", "qat", "run", "checkpoint", "wandb"),
     "prove": ("model", "optim", "parallel", "prove"),
+    "estimate": ("model", "optim", "parallel", "precision", "data"),
 }
 
 # group -> option -> its values: what `model=nano` chooses from
