@@ -1,10 +1,8 @@
-"""Whether parallel sizes fit a model, said before a process starts with the size, the value and the fix; and what follows from
-both.
-"""
+"""Whether parallel sizes fit a model, said before a process starts with size, value and fix; which stage holds what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 
 from k3.config import K3Config, Residual
@@ -28,11 +26,32 @@ def check_layout(model: K3Config, parallel: ParallelConfig, *, length: int | Non
         raise ParallelError("\n".join(wrong))
 
 
-def row_plan(model: K3Config, parallel: ParallelConfig) -> RowPlan:
-    """Which rows of Attention Residuals travel between the stages: one is made where a block begins (report 2.2)."""
-    stops = [of.stop for of in split_layers(model.layers, parallel)]
+def row_plan(model: K3Config, parallel: ParallelConfig, layers: Sequence[range] | None = None) -> RowPlan:
+    """Which rows of Attention Residuals travel between the stages: one is made where a block begins (report 2.2).
+
+    layers: of each stage, by default those of `parallel`.
+    """
     attnres = model.residual is Residual.attnres
+    stops = [of.stop for of in layers or split_layers(model.layers, parallel)]
     return RowPlan(tuple(-(-stop // model.residual_block) if attnres else 0 for stop in stops), parallel.pp)
+
+
+def holder(c: K3Config, layers: Sequence[range]) -> Callable[[str], Iterator[int]]:
+    """name of a parameter -> the stages that hold it, as `k3.model.Model.holds` finds them: one, or both ends."""
+    of_layer = {index: number for number, held in enumerate(layers) for index in held}
+    last = len(layers) - 1
+
+    def stages(name: str) -> Iterator[int]:
+        part, _, rest = name.partition(".")
+        if part == "layers":
+            yield of_layer[int(rest.split(".", 1)[0])]
+            return
+        if part == "embedding":
+            yield 0
+        if part != "embedding" or (c.mtp_layers and last):
+            yield last
+
+    return stages
 
 
 def _tensor(c: K3Config, tp: int) -> Iterator[str]:

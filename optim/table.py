@@ -84,11 +84,12 @@ def assign(cards: CardTable, cfg: OptimConfig) -> Table:
         other = names_of.setdefault(id(parameter), card.name)
         if other != card.name:
             raise CardError(f"one parameter is assigned twice, as {other} and as {card.name}; give it one card")
-        rows.append(_row(card, cfg))
+        rows.append(assigned(card, cfg))
     return Table(rows)
 
 
-def _row(card: Card, cfg: OptimConfig) -> Row:
+def assigned(card: Card, cfg: OptimConfig) -> Row:
+    """The assignment of one parameter. Raises CardError as `assign` does."""
     optimizer, scale = card.optimizer, 1.0
     if card.role == "router":
         optimizer, scale = Optimizer(cfg.router.optimizer.value), cfg.router.lr_scale

@@ -4,12 +4,15 @@ quantisation, import and export are derived (design principle 1). The type lives
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, cast
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # tables of cards are made without it: it takes seconds to import
+    import torch
+    from torch import Tensor
 
 
 class CardError(ValueError):
@@ -27,9 +30,15 @@ class DType(Enum):
     FP32 = "fp32"  # what the release keeps in fp32 stays so under bf16 (a float64 model keeps float64)
 
     def resolve(self, model_dtype: torch.dtype) -> torch.dtype:
+        import torch
+
         if self is DType.MODEL or model_dtype == torch.float64:
             return model_dtype
         return torch.float32
+
+    def width(self, model_width: int) -> int:
+        """Bytes of a number, where the model's have `model_width`: `resolve` without a dtype."""
+        return model_width if self is DType.MODEL else max(4, model_width)
 
 
 class Quantise(Enum):
@@ -169,6 +178,11 @@ class Card:
     role: str = ""  # "attention", "router", "expert", "norm", ...: what learning-rate dials and reports select by
     init: str = "normal"  # the rule in k3/init.py that draws its first value
 
+    def numel(self, *, tp: int = 1, ep: int = 1) -> int:
+        """Elements on one of `tp` tensor and `ep` expert ranks."""
+        cut = self.placement.tensor in (TensorAxis.ROWS, TensorAxis.COLS)
+        return math.prod(self.shape) // (ep if self.placement.group is Group.EXPERT else tp if cut else 1)
+
 
 class CardTable(Mapping[str, Card]):
     """The cards of one model (part), each bound to its tensor. Iterates in the model's own order."""
@@ -200,6 +214,4 @@ class CardTable(Mapping[str, Card]):
         """(card, parameter) of everything that gradients train, in the model's order."""
         for name, card in self._cards.items():
             if card.optimizer is not Optimizer.BALANCE:
-                tensor = self._tensors[name]
-                assert isinstance(tensor, torch.nn.Parameter)
-                yield card, tensor
+                yield card, cast("torch.nn.Parameter", self._tensors[name])

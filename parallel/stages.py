@@ -1,4 +1,6 @@
-"""How a model is cut into pipeline stages, and a step's micro-batches into groups: plain arithmetic, read before torch is."""
+"""How a model is cut into pipeline stages, which rows travel between them, and how a step's micro-batches are grouped: plain
+arithmetic, read before torch is.
+"""
 
 from __future__ import annotations
 
@@ -82,9 +84,9 @@ def _fits(group: int, pp: int, micro_batches: int) -> bool:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows of a growing bank travel between C = pp * vpp stages, where each rank keeps those that reached it.
+    """Which rows travel between stages and which are kept on a rank; parallel/rows.py carries it out.
 
-    made [C]: rows in the bank when each stage has run.
+    made [C]: rows in the bank when each of the C = pp * vpp stages has run.
     """
 
     made: tuple[int, ...]

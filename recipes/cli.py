@@ -56,6 +56,11 @@ VERBS = {
         "recipes.cli:_prove",
         sections=("model", "optim", "parallel", "activations", "prove"),
     ),
+    "estimate": Verb(
+        "print what a layout takes: the memory of each pipeline stage and rank",
+        "recipes.cli:_estimate",
+        sections=("model", "optim", "parallel", "precision", "data"),
+    ),
     "cards": Verb("print the parameters: shape, blocks, placement, optimizer", "recipes.cli:_cards", sections=("model",)),
     "bench": Verb(
         "measure this machine; without a name, everything",
@@ -180,6 +185,12 @@ def _without_cfg(words: list[str]) -> tuple[list[str], bool]:
 
 def _prove(words: list[str]) -> int:
     from recipes.prove import run
+
+    return run(words)
+
+
+def _estimate(words: list[str]) -> int:
+    from recipes.estimate import run
 
     return run(words)
 

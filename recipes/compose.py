@@ -28,7 +28,7 @@ from recipes.config import GROUPS, JOBS, Config, leaves
 from recipes.errors import UserError, first_line, suggestion
 from recipes.overrides import explain, judge
 from recipes.unused import without_effect
-from recipes.validate import check, check_training
+from recipes.validate import check, check_fit, check_training
 
 CONFIG_FILE = "config.yaml"  # the resolved configuration inside a run folder; a job is run from this file, never recomposed
 CONF = Path(__file__).parent / "conf"
@@ -50,6 +50,8 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain") -> Config:
     check(cfg)
     if job == "pretrain":
         check_training(cfg)
+    if job == "estimate":
+        check_fit(cfg)
     if folder is None:
         _refuse_idle(cfg, words, job)
     _fill(cfg, job)

@@ -124,6 +124,7 @@ class Config:
 JOBS: dict[str, tuple[str, ...]] = {
     "pretrain": ("model", "optim", "data", "parallel", "activations", "precision", "qat", "run", "checkpoint", "wandb"),
     "prove": ("model", "optim", "parallel", "activations", "prove"),
+    "estimate": ("model", "optim", "parallel", "activations", "precision", "data"),
 }
 
 # group -> option -> its values: what `model=nano` chooses from

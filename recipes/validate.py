@@ -14,7 +14,7 @@ from data.config import validate as validate_data
 from data.errors import DataError
 from k3.config import ConfigError
 from k3.layout import check_layout
-from parallel.config import ParallelError, check_sizes, data_parallel_size, world_size
+from parallel.config import ParallelConfig, ParallelError, check_sizes, data_parallel_size, world_size
 from parallel.stages import group_size
 from recipes import processes
 from recipes.config import Config, Device, Precision, Qat
@@ -52,16 +52,7 @@ def check_training(cfg: Config) -> None:
             f"parallel: tp * pp * cp * dp = {layout.tp} * {layout.pp} * {layout.cp} * {layout.dp} = {size} processes, but "
             f"{started} were started; start as many as the layout needs, or give sizes that fit"
         )
-    for rule in (
-        lambda: check_sizes(layout),
-        lambda: check_layout(cfg.model, layout, length=cfg.data.seq_length),
-        lambda: validate_data(cfg.data, of=layout.dp or 1),
-        lambda: layout.vpp > 1 and group_size(layout, micro_batches(cfg.data, of=layout.dp or 1)),
-    ):
-        try:
-            rule()
-        except (ParallelError, DataError) as error:
-            lines.extend(str(error).splitlines())
+    lines += _misfits(cfg, layout)
     if size > 1 and cfg.run.compare_dense > 0:
         lines.append(
             f"run.compare_dense={cfg.run.compare_dense}: compares at equal time in one process, and this run has {size}; "
@@ -69,6 +60,29 @@ def check_training(cfg: Config) -> None:
         )
     if lines:
         raise UserError("\n".join(lines))
+
+
+def check_fit(cfg: Config) -> None:
+    """Raises UserError for a layout that the model or the batch do not fit, however many processes there are.
+
+    `cfg` has passed `check`; `parallel.dp` may still be null.
+    """
+    if lines := list(_misfits(cfg, dataclasses.replace(cfg.parallel, dp=data_parallel_size(cfg.parallel)))):
+        raise UserError("\n".join(lines))
+
+
+def _misfits(cfg: Config, layout: ParallelConfig) -> Iterator[str]:
+    of = layout.dp or 1
+    for rule in (
+        lambda: check_sizes(layout),
+        lambda: check_layout(cfg.model, layout, length=cfg.data.seq_length),
+        lambda: validate_data(cfg.data, of=of),
+        lambda: layout.vpp > 1 and group_size(layout, micro_batches(cfg.data, of=of)),
+    ):
+        try:
+            rule()
+        except (ParallelError, DataError) as error:
+            yield from str(error).splitlines()
 
 
 def check_devices(cfg: Config) -> None:

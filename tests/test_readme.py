@@ -46,6 +46,12 @@ def test_prove_commands_are_taken(command: str) -> None:
     check(compose(shlex.split(command)[2:], job="prove"))
 
 
+@pytest.mark.parametrize("command", [c for c in COMMANDS + INLINE if c.startswith("k3 estimate ")])
+def test_estimate_commands_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(shlex.split(command)[1:]) == 0
+    assert "worst: pipeline rank" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS + INLINE if not c.startswith(("k3 pretrain", "make "))])
 def test_other_verbs_exist(command: str) -> None:
     verb = shlex.split(command)[1]

@@ -1,0 +1,162 @@
+"""What a layout takes on each pipeline rank, from shapes alone: weights, gradients, optimizer state, saved activations, buffers.
+
+The figures are for one rank of the tensor, context, expert and data axes. Not in them: what one operator needs while it runs, the
+optimizer step's temporaries (Newton-Schulz above all), the allocator's and the libraries' own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data.config import micro_batch, micro_batches
+from k3 import memory as activations
+from k3.cards import describe
+from k3.layout import holder
+from k3.memory import Share
+from optim.memory import state_bytes
+from parallel.cards import Card, Group, Optimizer
+from parallel.config import ParallelConfig
+from parallel.in_flight import held_at_peak
+from parallel.stages import split_layers, stage_count
+from recipes.config import Config, Precision
+
+WIDTHS = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp64: 8}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one stage, or of all stages of a rank together. Activations are those at the rank's peak."""
+
+    parameters: int  # a count
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # saved by layers, of all micro-batches in flight
+    rows: int  # of Attention Residuals that came from other ranks, as the next of all micro-batches in flight
+    loss: int  # head and probabilities; logits or their gradient for a moment
+    buffers: int  # payloads, the largest parameter's gradient before it is added up, router counts
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.rows + self.loss + self.buffers
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    number: int
+    rank: int
+    layers: range
+    per_micro_batch: int  # saved, rows and head included
+    in_flight: int  # micro-batches held when the rank's activations are largest
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    rank: int
+    stages: tuple[StageMemory, ...]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class _State:
+    """Of the trained parameters of one stage, in bytes."""
+
+    parameters: int = 0
+    weights: int = 0
+    gradients: int = 0
+    shard: int = 0  # of the gradients, what the rank updates
+    optimizer: int = 0
+    largest: int = 0  # parameter
+
+
+def account(cfg: Config, *, documents: int = 2) -> list[RankMemory]:
+    """One entry a pipeline rank. `cfg` is checked and `parallel.dp` set; precision must be one of WIDTHS.
+
+    documents: in a sequence; packed ones, from 2 on, take masks.
+    """
+    layout, data = cfg.parallel, cfg.data
+    of = layout.dp or 1
+    width = WIDTHS[cfg.precision.name]
+    layers = split_layers(cfg.model.layers, layout)
+    share = Share(micro_batch(data, of), data.seq_length, width, layout, documents)
+    states = _states(cfg, layers, width)
+    parts = [activations.stage(cfg.model, share, layers, number) for number in range(stage_count(layout))]
+    ranks = []
+    for rank in range(layout.pp):
+        numbers = range(rank, len(parts), layout.pp)
+        costs = [activations.saved(parts[n], cfg.activations) for n in numbers]
+        held = held_at_peak(layout, rank, micro_batches(data, of), costs)
+        stages = []
+        for number, cost, count in zip(numbers, costs, held):
+            state, last = states[number], number == len(parts) - 1
+            own = {role: [p for p in parts[number] if p.role == role] for role in ("rows", "head")}
+            by = {role: activations.saved(of_role, cfg.activations) for role, of_role in own.items()}
+            memory = Memory(
+                parameters=state.parameters,
+                weights=state.weights,
+                gradients=state.gradients if layout.zero < 2 else _kept(layout, state),  # ZeRO-2's buffers are the rank's
+                optimizer=state.optimizer,
+                activations=(cost - by["rows"] - by["head"]) * count,
+                rows=by["rows"] * count,
+                loss=by["head"] * count + (activations.passing(cfg.model, share) if last else 0),
+                buffers=activations.payloads(cfg.model, share, layers, number)
+                + activations.standing(cfg.model, share, layers[number], last=last)
+                + state.largest,
+            )
+            stages.append(StageMemory(number, rank, layers[number], cost, count, memory))
+        ranks.append(RankMemory(rank, tuple(stages), _together(cfg, layers, share, stages, states)))
+    return ranks
+
+
+def _together(cfg: Config, layers: list[range], share: Share, stages: list[StageMemory], states: list[_State]) -> Memory:
+    """The stages of a rank: sums, but only one of them runs at a time, and ZeRO-2's buffers are shared."""
+    own, each = [states[s.number] for s in stages], [s.memory for s in stages]
+    totals = {name: sum(getattr(m, name) for m in each) for name in vars(each[0])}
+    totals["gradients"] = _gradients(cfg.parallel, own)
+    payloads = [activations.payloads(cfg.model, share, layers, s.number) for s in stages]
+    alone = [payload + state.largest for payload, state in zip(payloads, own)]
+    totals["buffers"] += max(alone) - sum(alone)
+    return Memory(**totals)
+
+
+def _gradients(layout: ParallelConfig, states: list[_State]) -> int:
+    """Accumulated gradients in float32 (float64 of a float64 model).
+
+    ZeRO-2: the rank's part, and two buffers as large as its largest stage; with offload_gradients the part lies in CPU memory.
+    """
+    if layout.zero < 2:
+        return sum(state.gradients for state in states)
+    return 2 * max(state.gradients for state in states) + sum(_kept(layout, state) for state in states)
+
+
+def _kept(layout: ParallelConfig, state: _State) -> int:
+    return 0 if layout.offload_gradients else state.shard
+
+
+def _states(cfg: Config, layers: list[range], width: int) -> list[_State]:
+    layout, stages_of = cfg.parallel, holder(cfg.model, layers)
+    by_stage: list[list[Card]] = [[] for _ in layers]
+    for card in describe(cfg.model).values():
+        if card.optimizer is not Optimizer.BALANCE:
+            for number in stages_of(card.name):
+                by_stage[number].append(card)
+    return [_state(cards, cfg, layout, width) for cards in by_stage]
+
+
+def _state(cards: list[Card], cfg: Config, layout: ParallelConfig, width: int) -> _State:
+    dense = (layout.dp or 1) * layout.cp
+    replicas = {Group.DENSE: dense, Group.EXPERT: dense * layout.tp // layout.ep}
+    gradient = max(4, width)
+    total = dict.fromkeys(vars(_State()), 0)
+    for card in cards:
+        count = card.numel(tp=layout.tp, ep=layout.ep)
+        # evenly over the ranks: each bucket of parameters is cut so, up to its padding
+        part = -(-count // replicas[card.placement.group]) if layout.zero else count
+        total["parameters"] += count
+        total["weights"] += count * card.dtype.width(width)
+        total["gradients"] += count * gradient
+        total["shard"] += part * gradient
+        total["optimizer"] += state_bytes(card, part, cfg.optim, width)
+        total["largest"] = max(total["largest"], count * card.dtype.width(width))
+    return _State(**total)
