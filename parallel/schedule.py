@@ -28,8 +28,10 @@ class ParallelModel:
     float64 ones. They are summed over data and context ranks, never averaged: losses carry global denominators.
     """
 
-    def __init__(self, module: nn.Module, cards: CardTable, world: World, stages: Sequence[nn.Module], rows: RowBank | None):
-        self.module, self.world, self.rows = module, world, rows
+    def __init__(self, module: nn.Module, cards: CardTable, world: World):
+        self.module, self.world = module, world
+        self.rows: RowBank | None = getattr(module, "rows", None)
+        stages: Sequence[nn.Module] = getattr(module, "stages", (module,))
         self.zero2: Zero2 | None = None
         if world.config.zero == 2:
             from parallel.zero2 import Zero2
@@ -62,15 +64,13 @@ class ParallelModel:
             _sum_over(groups.embd, self.at_both_ends)
 
 
-def wrap(
-    module: nn.Module, cards: CardTable, world: World, *, stages: Sequence[nn.Module] = (), rows: RowBank | None = None
-) -> ParallelModel:
+def wrap(module: nn.Module, cards: CardTable, world: World) -> ParallelModel:
     """Puts a model into megatron-core's buffers.
 
-    stages: this rank's pipeline stages, each with its `config` (a TransformerConfig), together all of `module`; none: the module
-    itself. rows: the bank that the stages share.
+    A model cut for pipelines has `stages`, this rank's, each with its `config` (a TransformerConfig), and `rows`, the RowBank
+    that they share. Any other is one stage and has the `config` itself.
     """
-    return ParallelModel(module, cards, world, stages or [module], rows)
+    return ParallelModel(module, cards, world)
 
 
 def _buffers(module: nn.Module, world: World) -> Any:

@@ -44,7 +44,7 @@ def assemble(
     built = k3.build(model, world, dtype=dtype, seed=seed, activations=activations)
     prepare(built)
     cards = k3.cards(built)
-    wrapped = parallel.wrap(built, cards, world, stages=built.stages, rows=built.rows)
+    wrapped = parallel.wrap(built, cards, world)
     optimizer = optim.build(
         dials, cards, shards=wrapped.shards, steps=steps, clip_targets=k3.clip_targets(built), balancing=k3.balancing(built)
     )

@@ -32,7 +32,7 @@ class Hops:
 def on_rank(model: K3Config, layout: ParallelConfig, micro_batches: int, rows: int, length: int) -> Hops:
     world = parallel.start(layout, "cpu")
     built = k3.build(model, world)
-    wrapped = parallel.wrap(built, k3.cards(built), world, stages=built.stages, rows=built.rows)
+    wrapped = parallel.wrap(built, k3.cards(built), world)
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(model.vocab_size, (rows, length + 1), generator=generator) for _ in range(micro_batches)]
     passes = _Passes(built.rows)
