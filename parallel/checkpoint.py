@@ -232,7 +232,11 @@ def _check_layout(path: Path, stored: Mapping[str, Any], here: Mapping[str, Any]
         return
     single = dataclasses.asdict(ParallelConfig(dp=1, sp=False))
     then, now = stored or single, here or single
-    differing = [f"parallel.{key}: {then.get(key)} there, {value} here" for key, value in now.items() if then.get(key) != value]
+    differing = [
+        f"parallel.{key}: {json.dumps(then.get(key))} there, {json.dumps(value)} here"
+        for key, value in now.items()
+        if then.get(key) != value
+    ]
     raise CheckpointError(
         f"{path} was written by another parallel layout ({', '.join(differing)}); a checkpoint cannot be cut anew for another "
         "layout yet: continue with the one that wrote it"

@@ -82,7 +82,7 @@ def _pipeline(config: ParallelConfig) -> Iterator[str]:
     if config.zero == 2 and not virtual:
         yield (
             "parallel.zero=2: with one stage a rank, its two buffers would be more than the one of parallel.zero=1; give "
-            "parallel.vpp of at least 2, or parallel.zero=1"
+            "parallel.pp and parallel.vpp of at least 2, or parallel.zero=1"
         )
     if config.zero == 2 and virtual and config.dp is not None and config.dp * config.cp == 1:
         yield "parallel.zero=2: cuts gradients over data and context ranks, and there is one; give parallel.dp=2, or leave it out"

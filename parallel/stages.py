@@ -4,7 +4,6 @@ arithmetic, read before torch is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -28,39 +27,46 @@ def split_layers(layers: int, config: ParallelConfig) -> list[range]:
             sizes[(count - 2 - i) % count] += 1
     else:
         sizes = config.split
-    if wrong := list(_misfits(layers, config, sizes)):
-        raise ParallelError("\n".join(wrong))
+    if wrong := _misfit(layers, config, sizes):
+        raise ParallelError(wrong)
     return [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
 
 
-def _misfits(layers: int, config: ParallelConfig, sizes: list[int]) -> Iterator[str]:
+def _misfit(layers: int, config: ParallelConfig, sizes: list[int]) -> str | None:
     count = stage_count(config)
+    if config.split is None:
+        if layers >= count:
+            return None
+        return (
+            f"parallel.pp={config.pp} and parallel.vpp={config.vpp}: {count} stages for {layers} layers; give at most {layers} "
+            "stages, or a parallel.split whose first or last number is 0"
+        )
     typed = f"parallel.split={sizes}".replace(" ", "")
-    if config.split is not None and len(sizes) != count:
-        yield f"{typed}: {len(sizes)} numbers for pp * vpp = {config.pp} * {config.vpp} = {count} stages; give one for each"
-    elif any(size < 0 for size in sizes) or sum(sizes) != layers:
-        yield f"{typed}: adds up to {sum(sizes)}, and the model has {layers} layers; give {layers} in all"
-    elif empty := [i for i, size in enumerate(sizes) if not size and 0 < i < count - 1]:
-        if config.split is None:
-            yield (
-                f"parallel.pp={config.pp} and parallel.vpp={config.vpp}: {count} stages for {layers} layers; give at most "
-                f"{layers} stages, or a parallel.split whose first or last stage has no layers"
-            )
-        else:
-            yield f"{typed}: stage {empty[0]} has no layers; only the first (embedding) and the last (head) may have none"
+    if len(sizes) != count:
+        return f"{typed}: {len(sizes)} numbers for pp * vpp = {config.pp} * {config.vpp} = {count} stages; give one for each"
+    if low := [size for size in sizes if size < 0]:
+        return f"{typed}: {low[0]} layers; no number may be below 0"
+    if sum(sizes) != layers:
+        return f"{typed}: adds up to {sum(sizes)}, and the model has {layers} layers; give {layers} in all"
+    if empty := [i for i, size in enumerate(sizes, 1) if not size and 1 < i < count]:
+        return (
+            f"{typed}: number {empty[0]} of {count} is 0; only the first (embedding) and the last (head) stage may have no layers"
+        )
+    return None
 
 
-def group_size(config: ParallelConfig, micro_batches: int) -> int:
+def group_size(config: ParallelConfig, micro_batches: int, fix: str = "give more and smaller ones") -> int:
     """How many micro-batches in a row pass each virtual stage: `config.group`, or pp, or more where a step's last group would
     fall short of pp.
 
-    Raises ParallelError where megatron-core's interleaved schedule cannot run a step of `micro_batches`.
+    Raises ParallelError where megatron-core's interleaved schedule cannot run a step of `micro_batches`; `fix` is how its reader
+    gets more of them.
     """
     pp = config.pp
     if micro_batches < pp:
         raise ParallelError(
-            f"parallel.vpp={config.vpp}: a step has {micro_batches} micro-batches, and virtual stages need at least pp = {pp}; "
-            f"give more and smaller ones, or parallel.vpp=1"
+            f"parallel.vpp={config.vpp}: a step has {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, and virtual "
+            f"stages need at least pp = {pp}; {fix}, or parallel.vpp=1"
         )
     if config.group is None:
         return next(g for g in range(pp, micro_batches + 1) if _fits(g, pp, micro_batches))

@@ -41,7 +41,7 @@ def gather[T](world: World | None, value: T) -> list[T]:
 
 
 def over_stages[T](world: World, own: dict[str, T]) -> dict[str, T]:
-    """The entries of all pipeline ranks' dictionaries, by name in the model's order (layers.2 before layers.10).
+    """The entries of all pipeline ranks' dictionaries, sorted by name (layers.2 before layers.10).
 
     Every rank must call it.
     """
@@ -51,7 +51,12 @@ def over_stages[T](world: World, own: dict[str, T]) -> dict[str, T]:
     every: list[dict[str, T] | None] = [None] * group.size()
     dist.all_gather_object(every, own, group=group)
     merged = {key: value for one in every if one is not None for key, value in one.items()}
-    return dict(sorted(merged.items(), key=lambda item: [int(part) if part.isdigit() else part for part in item[0].split(".")]))
+    return {name: merged[name] for name in sorted(merged, key=by_number)}
+
+
+def by_number(name: str) -> list[int | str]:
+    """Sorts dotted names with numbers by value: layers.2 before layers.10."""
+    return [int(part) if part.isdigit() else part for part in name.split(".")]
 
 
 @contextmanager

@@ -143,9 +143,9 @@ def _help(words: list[str]) -> int:
 
         root = None
         if name == "prove":  # has defaults of its own
-            from recipes.compose import compose
+            from recipes.compose import defaults
 
-            root = compose([], job=name)
+            root = defaults(name)
         print("\n" + table.keys(verb.sections, root))
     return 0
 

@@ -67,6 +67,11 @@ def _refuse_idle(cfg: Config, words: Sequence[Override], job: str) -> None:
         raise UserError("\n".join(lines))
 
 
+def defaults(job: str) -> Config:
+    """What `k3 JOB` starts from, before values that depend on others are filled in."""
+    return _from_hydra(job, [])
+
+
 def resolved_yaml(cfg: Config) -> str:
     """The configuration of a training run."""
     return OmegaConf.to_yaml(OmegaConf.masked_copy(OmegaConf.structured(cfg), list(JOBS["pretrain"])), resolve=True)

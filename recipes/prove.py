@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from k3.layout import check_layout
-from parallel.config import world_size
+from parallel.config import check_sizes, world_size
 from parallel.local import Helper, RankError
 from parallel.stages import group_size
 from recipes import processes
@@ -62,9 +62,10 @@ def check(cfg: Config) -> None:
     wrong = [f"{key}={shown(value)}: {text}" for key, value, text in _refusals(cfg)]
     if wrong:
         raise UserError("\n".join(wrong))
+    check_sizes(cfg.parallel)  # again, because parallel.dp is known by now
     check_layout(cfg.model, cfg.parallel, length=cfg.prove.length)
     if cfg.parallel.vpp > 1:
-        group_size(cfg.parallel, cfg.prove.accumulation)
+        group_size(cfg.parallel, cfg.prove.accumulation, fix=f"give prove.accumulation={cfg.parallel.pp}")
     check_memory(cfg, on_cpu=True, width=8 if cfg.prove.dtype is ProofDType.float64 else 4)
 
 

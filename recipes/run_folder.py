@@ -22,7 +22,7 @@ from typing import IO, Any
 from parallel import checkpoint
 from recipes.compose import CONFIG_FILE, leaves, load_resolved, save_resolved
 from recipes.config import Config
-from recipes.errors import UserError
+from recipes.errors import UserError, shown
 
 # What a resume may change. Everything else, `run.steps` included (the learning-rate schedule spans it), decides the numbers,
 # and a run continues as if it had never stopped.
@@ -121,7 +121,7 @@ def _open(path: Path, cfg: Config, lock: IO[str]) -> RunFolder:
     saved = dict(leaves(load_resolved(path / CONFIG_FILE)))
     changed = [(key, saved[key], value) for key, value in leaves(cfg) if key not in FREE and value != saved[key]]
     if changed:
-        lines = [f"{key}={_shown(new)}: the run in {path} has {_shown(old)}" for key, old, new in changed]
+        lines = [f"{key}={shown(new)}: the run in {path} has {shown(old)}" for key, old, new in changed]
         raise UserError("\n".join(lines) + "\na resumed run continues as it began: leave this out, or start a new run")
     return RunFolder(path, lock, last)
 
@@ -163,7 +163,3 @@ def cut_metrics(path: Path, step: int) -> int:
         partial.write_text("".join(kept))
         os.replace(partial, path)
     return len(kept)
-
-
-def _shown(value: Any) -> str:
-    return str(getattr(value, "name", value))

@@ -96,7 +96,7 @@ def text(s: dict[str, Any], folder: str) -> str:
         + (f" ({s['tokens_per_second']:,.0f} tokens/s)" if s["tokens_per_second"] else ""),
     ]
     if (p := s["parallel"])["processes"] > 1:
-        sizes = ", ".join(f"{axis} {p[axis]}" for axis in ("tp", "ep", "pp", "cp", "dp") if p[axis] > 1)
+        sizes = ", ".join(f"{axis} {p[axis]}" for axis in ("tp", "ep", "pp", "vpp", "cp", "dp") if p[axis] > 1)
         lines.append(f"layout      {p['processes']} processes: {sizes}")
     if s["train_loss"] is not None:
         lines.append(f"train loss  {s['train_loss']:.4f} nats (mean of the last {s['train_loss_steps']} steps)")

@@ -77,12 +77,21 @@ def _misfits(cfg: Config, layout: ParallelConfig) -> Iterator[str]:
         lambda: check_sizes(layout),
         lambda: check_layout(cfg.model, layout, length=cfg.data.seq_length),
         lambda: validate_data(cfg.data, of=of),
-        lambda: layout.vpp > 1 and group_size(layout, micro_batches(cfg.data, of=of)),
+        lambda: _check_groups(cfg, layout),
     ):
         try:
             rule()
         except (ParallelError, DataError) as error:
             yield from str(error).splitlines()
+
+
+def _check_groups(cfg: Config, layout: ParallelConfig) -> None:
+    if layout.vpp == 1:
+        return
+    of = layout.dp or 1
+    most = cfg.data.batch_size // (of * layout.pp)
+    fix = f"give data.micro_batch_size={most}" if most else f"give data.batch_size={of * layout.pp} data.micro_batch_size=1"
+    group_size(layout, micro_batches(cfg.data, of=of), fix=fix)
 
 
 def check_devices(cfg: Config) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.together import gather
+from parallel.together import by_number, gather
 from parallel.world import World
 from recipes.trainer import Callback, StepResult, Trainer
 
@@ -74,7 +74,7 @@ def update_rms_of_all(rms: Mapping[str, Tensor], world: World, *, detailed: bool
             for name, (total, count) in part.items():
                 before = sums.get(name, (0.0, 0))
                 sums[name] = (before[0] + total, before[1] + count)
-        found |= {f"update_rms/mean/{name}": _short(total / count) for name, (total, count) in sums.items()}
+        found |= {f"update_rms/mean/{name}": _short(sums[name][0] / sums[name][1]) for name in sorted(sums, key=by_number)}
     return found
 
 

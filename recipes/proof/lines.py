@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from k3.activations import Save
 from parallel.config import sequence_parallel, world_size
-from parallel.stages import split_layers
+from parallel.stages import group_size, split_layers
 from recipes.config import Config
 from recipes.errors import shown
 from recipes.proof.compare import Difference, Report
@@ -29,7 +29,10 @@ def heading(cfg: Config) -> Iterator[str]:
         f"pp {p.pp}, vpp {p.vpp}, {f'ZeRO-{p.zero}' if p.zero else 'no ZeRO'}"
     )
     if p.pp > 1:
-        yield f"stages      {', '.join(str(len(of)) for of in split_layers(cfg.model.layers, p))} layers"
+        sizes = ", ".join(str(len(of)) for of in split_layers(cfg.model.layers, p))
+        groups = f"; groups of {group_size(p, b.accumulation)} micro-batches" if p.vpp > 1 else ""
+        warmup = ", sends overlapped in warm-up and flush too" if p.overlap_warmup else ""
+        yield f"stages      {sizes} layers{groups}{warmup}{', reduced gradients in CPU memory' if p.offload_gradients else ''}"
     if world_size(p) == 1:
         yield "            one process compared with itself: give parallel sizes, such as parallel.tp=2"
     if again := [f.name for f in dataclasses.fields(cfg.activations) if getattr(cfg.activations, f.name) is Save.recompute]:

@@ -33,8 +33,8 @@ def test_the_largest_model_splits() -> None:
     [
         ([3, 3], r"parallel.split=\[3,3\]: 2 numbers for pp \* vpp = 2 \* 2 = 4 stages"),
         ([3, 3, 3, 3], r"adds up to 12, and the model has 9 layers; give 9 in all"),
-        ([10, -1, 0, 0], r"give 9 in all"),
-        ([4, 0, 4, 1], r"stage 1 has no layers; only the first \(embedding\) and the last \(head\) may have none"),
+        ([10, -1, 0, 0], r"-1 layers; no number may be below 0"),
+        ([4, 0, 4, 1], r"number 2 of 4 is 0; only the first \(embedding\) and the last \(head\) stage may have no layers"),
     ],
 )
 def test_splits_that_do_not_fit_are_named(split: list[int], message: str) -> None:

@@ -128,7 +128,7 @@ def test_the_table_and_the_verdict(capsys: pytest.CaptureFixture[str]):
     [
         (["parallel.pp=2", "parallel.split=[9,1]"], "parallel.split=[9,1]: adds up to 10"),
         (["parallel.tp=3"], "parallel.tp=3: must divide"),
-        (["parallel.pp=2", "parallel.vpp=2"], "parallel.vpp=2: a step has 1 micro-batches"),
+        (["parallel.pp=2", "parallel.vpp=2"], "parallel.vpp=2: a step has 1 micro-batch,"),
         (["data.batch_size=7", "parallel.dp=2"], "data.batch_size=7"),
         (["data.corpus=stdlib"], "data.corpus=stdlib: changes no memory"),
         (["run.steps=3"], "k3 estimate does not read run"),
