@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.cards import CardTable, TensorAxis
+from parallel.config import ParallelError
 from parallel.rows import RowBank
 from parallel.shards import Shard, Shards
 from parallel.stages import group_size
@@ -32,6 +33,8 @@ class ParallelModel:
         self.module, self.world = module, world
         self.rows: RowBank | None = getattr(module, "rows", None)
         stages: Sequence[nn.Module] = getattr(module, "stages", (module,))
+        if world.config.pp > 1:
+            _check_pipeline(stages[0].config)
         self.zero2: Zero2 | None = None
         if world.config.zero == 2:
             from parallel.zero2 import Zero2
@@ -71,6 +74,19 @@ def wrap(module: nn.Module, cards: CardTable, world: World) -> ParallelModel:
     that they share. Any other is one stage and has the `config` itself.
     """
     return ParallelModel(module, cards, world)
+
+
+def _check_pipeline(config: Any) -> None:
+    """Raises ParallelError for what megatron-core takes and gets wrong between stages that exchange rows."""
+    wrong = []
+    if config.batch_p2p_comm:
+        wrong.append("batch_p2p_comm=True: payloads of other lengths hang, and two ranks mix up their neighbours; give False")
+    if not config.variable_seq_lengths:
+        wrong.append("variable_seq_lengths=False: payloads have other lengths from hop to hop; give True")
+    if config.overlap_moe_expert_parallel_comm:
+        wrong.append("overlap_moe_expert_parallel_comm=True: runs stages in pieces, which the row bank cannot follow; give False")
+    if wrong:
+        raise ParallelError("\n".join(wrong))
 
 
 def _buffers(module: nn.Module, world: World) -> Any:

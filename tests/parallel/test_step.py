@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,3 +112,16 @@ def test_dispatch_returns_each_token_s_weighted_sum() -> None:
     out = dispatch.combine(routed.tokens * ((expert + 1) * routed.probabilities)[:, None])
     want = tokens * ((chosen + 1) * weights).sum(1, keepdim=True)
     torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize(
+    "flag, value", [("batch_p2p_comm", True), ("variable_seq_lengths", False), ("overlap_moe_expert_parallel_comm", True)]
+)
+def test_flags_that_a_pipeline_cannot_take_are_refused(flag: str, value: bool) -> None:
+    world = parallel.start()
+    stage = k3.build(k3.preset("tiny"), world)
+    config = stage.stages[0].config
+    config.batch_p2p_comm, config.variable_seq_lengths = False, True
+    setattr(config, flag, value)
+    with pytest.raises(ParallelError, match=f"^{flag}={value}: "):
+        parallel.wrap(stage, k3.cards(stage), replace(world, config=ParallelConfig(pp=2)))
