@@ -43,3 +43,12 @@ def prove_bfloat16(words: str, helper: Helper) -> Report:
     one = reference(cfg, helper)
     wide = reference(config(f"{words} prove.dtype=float64"), helper)
     return compare(one, trace(cfg, helper, traffic=False), from_float64(one, wide))
+
+
+def prove_float32(words: str, helper: Helper) -> tuple[Report, dict[str, float], dict[str, float]]:
+    """(the proof, how far each gradient of the layout is from a single process in float64, and how far a float32 one is)."""
+    cfg = config(f"{words} prove.dtype=float32")
+    one, wide = reference(cfg, helper), reference(config(f"{words} prove.dtype=float64"), helper)
+    layout = trace(cfg, helper, traffic=False)
+    from_wide = ({d.name: d.error for d in compare(wide, of, exact(wide)).gradients} for of in (layout, one))
+    return compare(one, layout, exact(one)), *from_wide

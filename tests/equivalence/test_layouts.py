@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel.local import Helper
-from tests.equivalence.proofs import config, prove, prove_bfloat16, reference
+from tests.equivalence.proofs import config, prove, prove_bfloat16, prove_float32, reference
 
 LAYOUTS = {
     "TP2": "parallel.tp=2 parallel.sp=false",
@@ -122,8 +122,15 @@ def test_bfloat16_stays_within_what_bfloat16_loses(layout: str, helper: Helper) 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_in_float32(name: str, helper: Helper) -> None:
-    report = prove(f"{LAYOUTS[name]} prove.dtype=float32", helper)
-    assert report.passed, list(report.failures())
+    """A gradient may miss the proof's 1e-5 only where the layout is no further from float64 than one float32 process is.
+
+    Which sums do that depends on the CPU: a few parameters of the tiny model are worse conditioned than 1e-5.
+    """
+    report, layout_error, own_error = prove_float32(LAYOUTS[name], helper)
+    missed = [d.name for d in report.gradients if not d.agrees]
+    assert all(layout_error[name] <= own_error[name] for name in missed) and len(missed) <= 2
+    others = [d for d in (*report.losses, *report.grad_norms, *report.outputs, *report.weights) if not d.agrees]
+    assert not (others or report.drift or report.loads or report.skipped), list(report.failures())
 
 
 @pytest.mark.slow
