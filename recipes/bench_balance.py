@@ -65,8 +65,8 @@ def table(measured: Measured) -> Iterator[str]:
     first = measured.ranks[0]
     dials = sizes(Balance.quantile).moe
     yield (
-        f"{RANKS} ranks, each with tokens of a domain of its own: {MICRO_BATCHES} micro-batches of {TOKENS} a step, {EXPERTS} experts, "
-        f"top-{TOP_K}; {dials.bins} bins, bias_step {dials.bias_step:g}"
+        f"{RANKS} ranks, each with tokens of a domain of its own: {MICRO_BATCHES} micro-batches of {TOKENS} a step, "
+        f"{EXPERTS} experts, top-{TOP_K}; {dials.bins} bins, bias_step {dials.bias_step:g}"
     )
     own = ", ".join(f"{uneven(rank['quantile'].before_pooling):.2f}" for rank in measured.ranks)
     yield f"max/mean load among each rank's own tokens, before any update: {own}"

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,7 +36,7 @@ from recipes.summary import versions
 SCALES = (1000.0, 1.0, 1.0, 1.0)  # of the heads' gradients
 HEAD_ROWS, WIDTH = 32, 256
 EXPERTS = 8  # of a layer's 64: those of all layers together would take minutes
-SECONDS, ROUNDS = 12.0, (3, 9)  # of one comparison: at least and at most so many rounds, and none begins after so long
+SECONDS, ROUNDS = 12.0, 9  # of one comparison: no round begins after so long, but for the first, and none after so many
 LR, DECAY = 1e-3, 0.1
 TOLERANCE = {MuonPrecision.full: 1e-4, MuonPrecision.bf16: 0.1}  # relative, of the update
 
@@ -54,7 +55,10 @@ def run() -> list[dict[str, Any]]:
         say(f"{title}: {len(cards)} parameters, {elements:,} elements")
         for precision in MuonPrecision:
             rows = compare(cards, precision)
-            say(f"  {_products(precision)} products" + "".join(f"\n    {why}" for why in refusals(precision)))
+            say(
+                f"  {_products(precision)} products, medians of {len(rows[0]['per_round'])} rounds"
+                + "".join(f"\n    {why}" for why in refusals(precision))
+            )
             for row in rows:
                 say(f"    {row['name']:<36} {1e3 * row['seconds']:9.1f} ms" + _beside(row, rows))
             results += [{"set": title, "precision": precision.value, **row} for row in rows]
@@ -121,8 +125,8 @@ def compare(cards: Sequence[Card], precision: MuonPrecision, seconds: float = SE
 
     taken: dict[str, list[float]] = {side.name: [] for side in sides}
     began = time.perf_counter()
-    for turn in range(ROUNDS[1]):
-        if turn >= ROUNDS[0] and time.perf_counter() - began > seconds:
+    for turn in range(ROUNDS):
+        if turn and time.perf_counter() - began > seconds:
             break
         for side in sides:
             before = time.perf_counter()
@@ -208,11 +212,8 @@ def _others(
         theirs = importlib.import_module("deepspeed.runtime.zero.muon.original_muon").SingleDeviceMuon
         for method in ("standard", "gram"):
             # its update has another scale, and it overwrites the gradients it is given: its speed alone is compared
-            yield side(
-                f"DeepSpeed Muon ({method})",
-                False,
-                lambda parameters, method=method: theirs(parameters, lr=LR, weight_decay=DECAY, ns_method=method),
-            )
+            make = partial(theirs, lr=LR, weight_decay=DECAY, ns_method=method)
+            yield side(f"DeepSpeed Muon ({method})", False, make)
 
 
 def _logical(card: Card, tensor: Tensor) -> list[Tensor]:

@@ -7,6 +7,7 @@ rows <= cols, contiguous, in the dtype of the products, and the coefficients of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def batched(x: Tensor, plan: Plan) -> Tensor:
 
 
 def panels(x: Tensor, plan: Plan) -> Tensor:
-    """Matrix by matrix; of a symmetric product each panel of rows as far as its diagonal. With p panels (p + 1) / 2p of the work."""
+    """Matrix by matrix; of a symmetric product each panel of rows as far as its diagonal (of p panels, (p + 1) / 2p)."""
     rows = x.shape[1]
     gram, factor = x.new_empty(rows, rows), x.new_empty(rows, rows)
     out = torch.empty_like(x)
@@ -100,4 +101,4 @@ def _panels(rows: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
     """[first, last) of even panels."""
     count = -(-rows // _panel(dtype))
     edges = [rows * i // count for i in range(count + 1)]
-    yield from zip(edges, edges[1:])
+    yield from pairwise(edges)
