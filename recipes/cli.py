@@ -47,6 +47,8 @@ BENCHES = {
     "step": "recipes.bench_step:run",
     "traffic": "recipes.bench_traffic:run",
     "pipeline": "recipes.bench_pipeline:run",
+    "muon": "recipes.bench_muon:run",
+    "balance": "recipes.bench_balance:run",
 }
 
 VERBS = {
@@ -66,7 +68,7 @@ VERBS = {
         "measure this machine; without a name, everything",
         "recipes.cli:_bench",
         trains=True,
-        usage="[kda|experts|step|traffic|pipeline ...]",
+        usage="[kda|experts|step|traffic|pipeline|muon|balance ...] [picture=FILE]",
     ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }
@@ -202,12 +204,25 @@ def _cards(words: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
+    names = [word for word in words if "=" not in word]
+    for name in names:
+        if name not in BENCHES:
+            raise UserError(f"{name}: no such benchmark{suggestion(name, BENCHES)}; there are {', '.join(BENCHES)}")
+    picture: dict[str, str] = {}
     for word in words:
-        if word not in BENCHES:
-            raise UserError(f"{word}: no such benchmark{suggestion(word, BENCHES)}; there are {', '.join(BENCHES)}")
-    for name in words or BENCHES:
+        key, given, value = word.partition("=")
+        if not given:
+            continue
+        if key != "picture":
+            raise UserError(f"{key}: no such key of a benchmark{suggestion(key, ['picture'])}; there is picture")
+        if names and "balance" not in names:
+            raise UserError(f"{word}: only the balance benchmark draws one; give balance, or leave it out")
+        if not value:
+            raise UserError("picture= is empty; give the file to write, as in picture=balance.png")
+        picture = {key: value}
+    for name in names or BENCHES:
         print(f"== {name}", flush=True)
-        _load(BENCHES[name])()
+        _load(BENCHES[name])(**(picture if name == "balance" else {}))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Quintic iterations X <- a X + (b A + c A^2) X with A = X X^T, on the shorter side of every block."""
+"""Quintic iterations on the shorter side of many blocks, under a bound on memory; the products are those of products.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from kernels.dispatch import Backend, choose
+from kernels.newton_schulz import products
+from kernels.newton_schulz.products import Plan
+
+_BACKENDS = (
+    Backend("syrk", products.syrk, products.syrk_refuses),
+    Backend("panels", products.panels, products.panels_refuse),
+    Backend("batched", products.batched),
+)
 
 # (a, b, c) of each step; the last one is repeated where more steps are asked for.
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
@@ -34,6 +44,7 @@ def orthogonalise(
     precision: torch.dtype | None = None,
     eps: float = 1e-7,
     chunk_elements: int | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """Replaces the singular values of every block by values near 1.
 
@@ -44,7 +55,8 @@ def orthogonalise(
         `torch.set_float32_matmul_precision` says. torch.bfloat16: as the inherited recipe runs on GPUs.
     chunk_elements: at most so many elements (at least one block) are worked on at a time, `default_chunk` if None; the
         temporaries take about four times that.
-    Raises ValueError for another shape, an unknown name of coefficients, or steps below 1.
+    backend: "syrk" (CUDA, bf16), "panels" (CPU, long sides) or "batched" to force a path; None takes the fastest that fits.
+    Raises ValueError for another shape, an unknown name of coefficients, steps below 1, or a backend that does not fit.
     """
     if blocks.dim() != 3:
         raise ValueError(f"blocks of shape {tuple(blocks.shape)} must be [n, rows, cols]; add a leading axis to one matrix")
@@ -60,7 +72,7 @@ def orthogonalise(
     out = torch.empty(blocks.shape, dtype=blocks.dtype, device=blocks.device)
     with _real_float32():
         for first in range(0, blocks.shape[0], size):
-            out[first : first + size] = _iterate(blocks[first : first + size].to(wide), plan, precision or wide, eps)
+            out[first : first + size] = _iterate(blocks[first : first + size].to(wide), plan, precision or wide, eps, backend)
     return out
 
 
@@ -69,15 +81,13 @@ def default_chunk(device: torch.device) -> int:
     return 1 << 18 if device.type == "cpu" else 1 << 26
 
 
-def _iterate(x: Tensor, plan: list[tuple[float, float, float]], dtype: torch.dtype, eps: float) -> Tensor:
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = (x / norm.clamp_min(eps)).to(dtype)
-    tall = x.shape[-2] > x.shape[-1]
-    for a, b, c in plan:
-        gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, x, factor, beta=a) if tall else torch.baddbmm(x, factor, x, beta=a)
-    return x
+def _iterate(blocks: Tensor, plan: Plan, dtype: torch.dtype, eps: float, only: str | None) -> Tensor:
+    norm = torch.linalg.vector_norm(blocks, dim=(-2, -1), keepdim=True)
+    tall = blocks.shape[-2] > blocks.shape[-1]
+    x = (blocks / norm.clamp_min(eps)).to(dtype)
+    x = (x.mT if tall else x).contiguous()
+    x = choose("newton_schulz", _BACKENDS, x, only=only).run(x, plan)
+    return x.mT if tall else x
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class Pictures(Callback):
         say(f"pictures: {', '.join(drawn)} in {self.folder}")
 
 
-def _figure(width: float, height: float) -> Figure:
+def blank(width: float, height: float) -> Figure:
     # not pyplot: it would choose a window system, and hold every figure for ever
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -60,7 +60,7 @@ def loss(records: list[dict[str, Any]], dense: dict[str, Any] | None = None) -> 
     if not train:
         return None
     heldout = [(r["tokens"], r["heldout_loss"]) for r in records if r.get("heldout_loss") is not None]
-    figure = _figure(8, 5)
+    figure = blank(8, 5)
     axes = figure.add_subplot()
     axes.plot(*zip(*train), color="tab:blue", alpha=0.5, linewidth=0.8, label="train")
     if heldout:
@@ -87,7 +87,7 @@ def experts(records: list[dict[str, Any]]) -> Figure | None:
     layers = list(loads[0][1])
     columns = min(3, len(layers))
     rows = -(-len(layers) // columns)
-    figure = _figure(4.2 * columns, 2.2 * rows)
+    figure = blank(4.2 * columns, 2.2 * rows)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, name in zip(grid.flat, layers):
         share = [[x * len(layer) / max(1, sum(layer)) for x in layer] for _, of in loads if (layer := of[name])]
@@ -117,7 +117,7 @@ def residuals(weights: dict[str, list[float]]) -> Figure | None:
     # the running sum is every reader's last source: it gets the last column, whatever the number of blocks before it
     table = [[*row[:-1], *[float("nan")] * (widest - len(row)), row[-1]] for row in weights.values()]
     names = ["embedding", *(f"block {i}" for i in range(1, widest - 1)), "running sum"][-widest:]
-    figure = _figure(2.5 + 1.0 * widest, 1.5 + 0.24 * len(table))
+    figure = blank(2.5 + 1.0 * widest, 1.5 + 0.24 * len(table))
     axes = figure.add_subplot()
     image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0, vmax=1)
     axes.set_xticks(range(widest), names, rotation=30, ha="right")

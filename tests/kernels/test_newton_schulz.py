@@ -89,3 +89,37 @@ def test_errors_name_the_fix() -> None:
         orthogonalise(_blocks(1, 4, 4), coefficients="cubic")
     with pytest.raises(ValueError, match="steps=0"):
         orthogonalise(_blocks(1, 4, 4), steps=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 300, 420), (1, 420, 300), (1, 257, 257)])
+@pytest.mark.parametrize("steps", [1, 4, 5])
+def test_panels_equal_whole_products(shape: tuple[int, ...], steps: int) -> None:
+    blocks = _blocks(*shape, dtype=torch.float64)
+    got = orthogonalise(blocks, steps=steps, backend="panels")
+    torch.testing.assert_close(got, orthogonalise(blocks, steps=steps, backend="batched"), atol=1e-12, rtol=0)
+    assert torch.equal(got, orthogonalise(blocks, steps=steps))  # the one chosen here, and the same bits each time
+
+
+@pytest.mark.parametrize(("precision", "rows", "bound"), [(None, 300, 1e-5), (torch.bfloat16, 520, 3e-2)])
+def test_panels_in_lower_precision(precision: torch.dtype | None, rows: int, bound: float) -> None:
+    blocks = _blocks(1, rows, rows + 40)
+    got = orthogonalise(blocks, precision=precision, backend="panels")
+    want = orthogonalise(blocks, precision=precision, backend="batched")
+    assert relative_error(got, want) < bound
+    assert torch.equal(got, orthogonalise(blocks, precision=precision))
+
+
+def test_the_path_is_chosen_by_size_and_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.dispatch._said", set())
+    with caplog.at_level("INFO", logger="k3.kernels"):
+        for _ in range(2):
+            orthogonalise(_blocks(2, 16, 40), steps=1)
+            orthogonalise(_blocks(1, 256, 256), steps=1)
+    assert caplog.messages == [
+        "newton_schulz: batched (syrk refused: needs CUDA; panels refused: short sides below 256 are not worth cutting)",
+        "newton_schulz: panels (syrk refused: needs CUDA)",
+    ]
+    with pytest.raises(ValueError, match="panels refused: short sides"):
+        orthogonalise(_blocks(1, 8, 8), backend="panels")
+    with pytest.raises(ValueError, match="there are syrk, panels, batched"):
+        orthogonalise(_blocks(1, 8, 8), backend="cublas")

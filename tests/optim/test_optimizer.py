@@ -261,3 +261,23 @@ def test_dials_out_of_range_are_all_named() -> None:
 def test_description_is_the_table() -> None:
     text = optim.build(OptimConfig(), cases.table(cases.parameters()), steps=1).describe()
     assert all(name.replace(".0.", ".*.") in text for name in cases.KINDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "rows"), [(Q, 8), (KV, 12)])
+def test_without_clipping_a_loud_head_changes_no_bit_of_the_others(name: str, rows: int, dtype: torch.dtype) -> None:
+    cfg = _cfg(grad_clip=0.0, clip=WeightClipConfig(enabled=False))
+    calm, loud = cases.parameters(dtype), cases.parameters(dtype)
+    optimizers = [optim.build(cfg, cases.table(tensors), steps=3) for tensors in (calm, loud)]
+    for seed in (1, 2):
+        for tensors, optimizer in zip((calm, loud), optimizers):
+            cases.give_gradients(tensors, seed)
+            if tensors is loud:
+                tensors[name].grad[rows : 2 * rows] *= 1000  # the second head's
+            optimizer.step()
+    for other in calm:
+        same = calm[other] == loud[other]
+        if other == name:
+            assert same[:rows].all() and same[2 * rows :].all() and not same[rows : 2 * rows].all()
+        else:
+            assert same.all(), other
