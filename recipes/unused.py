@@ -35,6 +35,10 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
     "optim.router": (lambda c: not c.model.moe.experts, "model.moe.experts=0 has no router"),
     "optim.muon": (lambda c: c.optim.name is OptimizerName.adamw, "optim=adamw uses no Muon"),
     "optim.clip.tau": (lambda c: not c.optim.clip.enabled, "optim.clip.enabled=false clips nothing"),
+    **{
+        f"optim.guard.{key}": (lambda c: not c.optim.guard.enabled, "optim.guard.enabled=false looks for no spikes")
+        for key in ("window", "min_steps", "deviations", "grad_norm", "loss")
+    },
     "optim.schedule.decay": (lambda c: c.optim.schedule.name is not ScheduleName.wsd, "only optim.schedule.name=wsd decays late"),
     "optim.schedule.min_lr": (
         lambda c: c.optim.schedule.name is ScheduleName.constant,

@@ -193,6 +193,18 @@ def _optim(cfg: Config) -> Iterator[Refusal]:
     for name, value in (("warmup", s.warmup), ("min_lr", s.min_lr), ("decay", s.decay)):
         if not 0 <= value <= 1:
             yield f"optim.schedule.{name}", value, "is a fraction: must lie in [0, 1]"
+    g = o.guard
+    for name, ratio in (("grad_norm", g.grad_norm), ("loss", g.loss)):
+        if not ratio > 1:
+            yield f"optim.guard.{name}", ratio, "is a factor above the median: must be above 1"
+    if not g.deviations >= 0:
+        yield "optim.guard.deviations", g.deviations, "must be at least 0"
+    if g.window < 2:
+        yield "optim.guard.window", g.window, "must be at least 2 steps"
+    elif not 2 <= g.min_steps <= g.window:
+        yield "optim.guard.min_steps", g.min_steps, f"must lie in [2, {g.window}], the steps of optim.guard.window"
+    if g.max_skipped < 1:
+        yield "optim.guard.max_skipped", g.max_skipped, "must be at least 1"
     if o.muon.steps < 1:
         yield "optim.muon.steps", o.muon.steps, "must be at least 1"
 

@@ -31,6 +31,7 @@ def scalars(result: StepResult, trainer: Trainer) -> dict[str, Any]:
         "grad_norm": report.grad_norm,
         "clip_coefficient": report.clip_coefficient,
         "skipped": report.skipped,
+        **({"skip_reason": report.reason} if report.skipped else {}),
         "max_logit": report.max_logit,
         "clipped_heads": report.clipped_heads,
         "tokens": done.tokens,
