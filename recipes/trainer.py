@@ -33,6 +33,7 @@ class StepResult:
     step: int  # from 1
     losses: list[float]  # nats: next token, then each MTP layer
     tokens: int  # of this step, over all data ranks
+    sequences: int  # as many, in rows
     seconds: float
     report: StepReport
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +140,8 @@ class Trainer:
         done.tokens += batch.tokens
         done.train_seconds += seconds
         done.skipped_in_a_row = done.skipped_in_a_row + 1 if report.skipped else 0
-        return StepResult(done.step, losses, batch.tokens, seconds, report)
+        rows = sum(micro.tokens.shape[0] for micro in batch.micro_batches) * self.objective.world.data_size
+        return StepResult(done.step, losses, batch.tokens, rows, seconds, report)
 
     def _check(self, result: StepResult) -> None:
         if self.progress.skipped_in_a_row < self.optimizer.cfg.guard.max_skipped:

@@ -44,6 +44,10 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda c: c.optim.schedule.name is ScheduleName.constant,
         "a constant schedule never decays",
     ),
+    **{
+        f"data.ramp.{key}": (lambda c: c.data.ramp.start is None, "data.ramp.start=null has no ramp")
+        for key in ("increment", "samples")
+    },
     "parallel.bucket": (lambda c: not c.parallel.overlap, "parallel.overlap=false reduces all gradients at once"),
     **{f"parallel.{key}": (lambda c: _processes(c) == 1, "one process has no replicas") for key in ("zero", "overlap")},
     **{

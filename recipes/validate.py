@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.config import micro_batches
+from data.config import batch_sizes, micro_batch
 from data.config import validate as validate_data
 from data.errors import DataError
 from k3.config import ConfigError
@@ -89,9 +89,12 @@ def _check_groups(cfg: Config, layout: ParallelConfig) -> None:
     if layout.vpp == 1:
         return
     of = layout.dp or 1
-    most = cfg.data.batch_size // (of * layout.pp)
-    fix = f"give data.micro_batch_size={most}" if most else f"give data.batch_size={of * layout.pp} data.micro_batch_size=1"
-    group_size(layout, micro_batches(cfg.data, of=of), fix=fix)
+    for size in batch_sizes(cfg.data):
+        most = size // (of * layout.pp)
+        fix = f"give data.micro_batch_size={most}" if most else f"give data.batch_size={of * layout.pp} data.micro_batch_size=1"
+        if not most and size < cfg.data.batch_size:
+            fix = f"give data.ramp.start={of * layout.pp} data.micro_batch_size=1"
+        group_size(layout, size // (micro_batch(cfg.data, of) * of), fix=fix)
 
 
 def check_devices(cfg: Config) -> None:

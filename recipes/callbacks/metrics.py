@@ -34,6 +34,7 @@ def scalars(result: StepResult, trainer: Trainer) -> dict[str, Any]:
         **({"skip_reason": report.reason} if report.skipped else {}),
         "max_logit": report.max_logit,
         "clipped_heads": report.clipped_heads,
+        "batch_size": result.sequences,
         "tokens": done.tokens,
         "seconds": result.seconds,
         "tokens_per_second": result.tokens / result.seconds,

@@ -13,7 +13,7 @@ from recipes.compose import compose
 from recipes.config import Config
 from tests.equivalence.guard_ranks import DIALS, SPIKE, STEPS, train
 
-TINY = ["model=tiny", "prove.batch=4", "prove.length=64", *DIALS]
+TINY = ["model=tiny", "prove.batch=4", "prove.length=32", *DIALS]
 LAYOUTS = {
     "dp=2": (["parallel.dp=2"], 1),
     "dp=2 bfloat16": (["parallel.dp=2", "prove.dtype=bfloat16"], 1),

@@ -33,6 +33,8 @@ IDLE = {
     "optim.guard.loss": ["optim.guard.enabled=false", "optim.guard.loss=9"],
     "optim.schedule.decay": ["optim.schedule.decay=0.5"],
     "optim.schedule.min_lr": ["optim.schedule.name=constant", "optim.schedule.min_lr=0.5"],
+    "data.ramp.increment": ["data.ramp.increment=2"],
+    "data.ramp.samples": ["data.ramp.samples=100"],
     "parallel.bucket": ["parallel.dp=2", "parallel.overlap=false", "parallel.bucket=100"],
     "parallel.zero": ["parallel.zero=0"],
     "parallel.overlap": ["parallel.overlap=false"],
