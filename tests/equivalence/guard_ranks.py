@@ -30,17 +30,17 @@ class LeftOut(Batches):
 
 
 class Spoil(Callback):
-    """Multiplies one micro-batch's loss, and so its gradient, at one step of this rank."""
+    """Multiplies one micro-batch's loss at one step of this rank, and its gradient where asked to."""
 
-    def __init__(self, trainer: Trainer):
-        self.share, self.done = trainer.objective.share, False
+    def __init__(self, trainer: Trainer, gradient: bool):
+        self.share, self.gradient, self.done = trainer.objective.share, gradient, False
         object.__setattr__(trainer.objective, "share", lambda *values: self.spoilt(trainer, *values))
 
     def spoilt(self, trainer: Trainer, *values: Tensor) -> tuple[Tensor, Tensor]:
         value, parts = self.share(*values)
         if trainer.progress.step == SPIKE and not self.done:
             self.done = True
-            return value * 1000, parts * 1000
+            return value * 1000 if self.gradient else value, parts * 1000
         return value, parts
 
 
@@ -61,7 +61,7 @@ class Record(Callback):
         self.weights.append({n: p.detach().clone() for n, p in model.named_parameters()})
 
 
-def train(cfg: Config, spiking: int | None) -> dict[str, Any]:
+def train(cfg: Config, spiking: int | None, gradient: bool = True) -> dict[str, Any]:
     """STEPS steps. `spiking`: the rank whose loss spikes; None: that batch never comes, its step of the schedule passes."""
     world = parallel.start(cfg.parallel, "cpu")
     prove = cfg.prove
@@ -72,7 +72,7 @@ def train(cfg: Config, spiking: int | None) -> dict[str, Any]:
     record = Record(parts)
     trainer = Trainer(parts.model, parts.optimizer, stream, parts.objective, callbacks=[record])
     if spiking == world.rank:
-        Spoil(trainer)
+        Spoil(trainer, gradient)
     trainer.run(SPIKE)
     if spiking is None:
         parts.optimizer.counters()["step"].add_(1)
