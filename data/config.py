@@ -82,7 +82,7 @@ def validate(cfg: DataConfig, *, of: int = 1) -> None:
             f"data.batch_size={cfg.batch_size}: must be a multiple of data.micro_batch_size x data ranks = "
             f"{micro_batch(cfg, of)} x {of} = {group}; give {-(-cfg.batch_size // group) * group}, or a smaller micro batch"
         )
-    if not broken:
+    if not broken and cfg.ramp.start is not None:
         group = micro_batch(cfg, of) * of
         for name, value in (("start", cfg.ramp.start), ("increment", cfg.ramp.increment)):
             if value is not None and value % group:

@@ -18,7 +18,7 @@ from recipes.trainer import Callback, StepResult, Trainer
 
 SPIKE = 5  # the step, from 0, whose loss spikes
 STEPS = 8
-DIALS = ["optim.guard.min_steps=4", "optim.guard.window=5", "optim.schedule.warmup=0.3", "optim.clip.tau=0.05"]
+DIALS = ["optim.guard.min_steps=4", "optim.guard.window=5", "optim.schedule.warmup=0.3", "optim.clip.tau=0.003"]
 
 
 class LeftOut(Batches):
