@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import gcd
 
 from data.errors import DataError
+
+
+@dataclass
+class RampConfig:
+    """A batch size that grows to data.batch_size in equal steps: as megatron-core's start, increment and samples."""
+
+    start: int | None = None  # sequences of the first step; null: data.batch_size from the beginning
+    increment: int | None = None  # sequences by which the batch grows at a time; null: data.ramp.start
+    samples: int = 0  # sequences over which it grows; each size gets an equal share of them
 
 
 @dataclass
@@ -14,19 +24,45 @@ class DataConfig:
     cache: str = "runs/data"  # prepared token files, keyed by what made them
     seq_length: int = 256  # tokens per sequence
     batch_size: int = 16  # sequences per optimizer step, over all data ranks
-    micro_batch_size: int | None = None  # sequences per forward pass; null: all of a data rank's
+    ramp: RampConfig = field(default_factory=RampConfig)
+    micro_batch_size: int | None = (
+        None  # sequences per forward pass; null: all of a data rank's, as far as every size of a ramp divides
+    )
     heldout_fraction: float = 0.05  # of the files
     heldout_tokens: int = 65536  # the fixed evaluation set, drawn across all held-out files
     seed: int = 0  # order of documents
 
 
+def batch_sizes(cfg: DataConfig) -> list[int]:
+    """The sizes that steps have, from the first to data.batch_size."""
+    if cfg.ramp.start is None:
+        return [cfg.batch_size]
+    return list(range(cfg.ramp.start, cfg.batch_size + 1, cfg.ramp.increment or cfg.ramp.start))
+
+
+def samples_of(cfg: DataConfig, step: int) -> range:
+    """The global samples that step number `step` (from 0) reads: a pure function, so that a step is all a resume must know.
+
+    A step has the size that belongs to the samples read before it; each size holds for an equal share of data.ramp.samples.
+    """
+    sizes = batch_sizes(cfg)
+    read = 0
+    for number, size in enumerate(sizes[:-1], 1):
+        until = -(-number * cfg.ramp.samples // (len(sizes) - 1))  # rounded up
+        steps = max(0, -(-(until - read) // size))
+        if step < steps:
+            return range(read + step * size, read + (step + 1) * size)
+        read, step = read + steps * size, step - steps
+    return range(read + step * sizes[-1], read + (step + 1) * sizes[-1])
+
+
 def micro_batch(cfg: DataConfig, of: int = 1) -> int:
     """Sequences per forward pass, where `of` data ranks share a step."""
-    return cfg.micro_batch_size if cfg.micro_batch_size is not None else max(1, cfg.batch_size // of)
+    return cfg.micro_batch_size if cfg.micro_batch_size is not None else max(1, gcd(*batch_sizes(cfg)) // of)
 
 
 def micro_batches(cfg: DataConfig, of: int = 1) -> int:
-    """Forward passes of each data rank in a step."""
+    """Forward passes of each data rank in a step, of the largest where the batch grows."""
     return cfg.batch_size // (micro_batch(cfg, of) * of)
 
 
@@ -40,10 +76,39 @@ def validate(cfg: DataConfig, *, of: int = 1) -> None:
         broken.append(f"data.heldout_fraction={cfg.heldout_fraction}: must lie between 0 and 1, both excluded; 0.05 is usual")
     if cfg.seed < 0:
         broken.append(f"data.seed={cfg.seed}: must be at least 0")
+    broken += _broken_ramp(cfg)
     if not broken and cfg.batch_size % (group := micro_batch(cfg, of) * of):
         broken.append(
             f"data.batch_size={cfg.batch_size}: must be a multiple of data.micro_batch_size x data ranks = "
             f"{micro_batch(cfg, of)} x {of} = {group}; give {-(-cfg.batch_size // group) * group}, or a smaller micro batch"
         )
+    if not broken and cfg.ramp.start is not None:
+        group = micro_batch(cfg, of) * of
+        for name, value in (("start", cfg.ramp.start), ("increment", cfg.ramp.increment)):
+            if value is not None and value % group:
+                broken.append(
+                    f"data.ramp.{name}={value}: must be a multiple of data.micro_batch_size x data ranks = "
+                    f"{micro_batch(cfg, of)} x {of} = {group}, as every size of the batch is"
+                )
     if broken:
         raise DataError("\n".join(broken))
+
+
+def _broken_ramp(cfg: DataConfig) -> list[str]:
+    start, increment, samples = cfg.ramp.start, cfg.ramp.increment, cfg.ramp.samples
+    if start is None:
+        return []
+    if not 1 <= start < cfg.batch_size:
+        return [f"data.ramp.start={start}: must lie in 1..{cfg.batch_size - 1}, below data.batch_size; null grows nothing"]
+    broken = []
+    step = start if increment is None else increment
+    if step < 1:
+        broken.append(f"data.ramp.increment={step}: must be at least 1; null is data.ramp.start")
+    elif (cfg.batch_size - start) % step:
+        broken.append(
+            f"data.ramp.increment={step}: {start} + n x {step} never is data.batch_size={cfg.batch_size}; give a divisor of "
+            f"{cfg.batch_size - start}"
+        )
+    if samples < 1:
+        broken.append(f"data.ramp.samples={samples}: must be at least 1: the sequences over which the batch grows")
+    return broken

@@ -3,7 +3,8 @@
 The order is a pure function of the seed, the epoch and the sample's number. In each epoch all documents are shuffled and laid
 end to end; the line is cut every T tokens into samples of T + 1 (neighbours share one token, so every token but the first is a
 target once); the samples are shuffled. What is left over at the end of an epoch, under T tokens, is not read in it. Step s
-consists of the global samples [s G, (s + 1) G), G = data.batch_size; ranks only decide who reads which.
+consists of the global samples [s G, (s + 1) G), G = data.batch_size, or under data.ramp of the next samples after step s - 1;
+ranks only decide who reads which.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.batch import Batch, StepBatch, collate
-from data.config import DataConfig, micro_batch, validate
+from data.config import DataConfig, micro_batch, samples_of, validate
 from data.errors import DataError
 from data.prepare import Prepared
 
@@ -49,19 +50,19 @@ class Stream(Iterator[StepBatch]):
         self.position = position
         self._samples = samples
         self._rank, self._of, self._horizon = rank, of, horizon
-        self._batch_size, self._micro, self._length = cfg.batch_size, micro_batch(cfg, of), cfg.seq_length
+        self._cfg, self._micro, self._length = cfg, micro_batch(cfg, of), cfg.seq_length
 
     @property
     def epoch(self) -> float:
         """How often the training split has been read, fractions included."""
-        return self.position * self._batch_size / len(self._samples)
+        return samples_of(self._cfg, self.position).start / len(self._samples)
 
     def __next__(self) -> StepBatch:
-        index, first = self.position, self.position * self._batch_size
+        index, samples = self.position, samples_of(self._cfg, self.position)
         group = self._micro * self._of
-        micro_batches = [self._read(first + k + self._rank * self._micro) for k in range(0, self._batch_size, group)]
+        micro_batches = [self._read(first + self._rank * self._micro) for first in samples[::group]]
         self.position += 1
-        return StepBatch(micro_batches, index, self._batch_size * self._length)
+        return StepBatch(micro_batches, index, len(samples) * self._length)
 
     def _read(self, first: int) -> Batch:
         rows, starts = zip(*(self._samples[i] for i in range(first, first + self._micro)))

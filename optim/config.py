@@ -75,6 +75,22 @@ class ScheduleConfig:
 
 
 @dataclass
+class GuardConfig:
+    """When a step is skipped: it then leaves weights, moments and biases as they are. The rules are explained in optim/guard.py.
+
+    A loss or gradient norm that is not finite always skips its step.
+    """
+
+    enabled: bool = True  # false: spikes skip nothing
+    window: int = 128  # the accepted steps whose median is the yardstick
+    min_steps: int = 32  # accepted steps before anything can be called a spike
+    deviations: float = 6.0  # a spike lies more than so many standard deviations above the median,
+    grad_norm: float = 5.0  # and is a gradient norm of more than so many times the median,
+    loss: float = 1.3  # or a loss of more than so many times the median
+    max_skipped: int = 10  # so many skipped steps in a row end the run
+
+
+@dataclass
 class OptimConfig:
     name: OptimizerName = OptimizerName.muon
     lr: float = 1.5e-2  # of nano's short run; larger models want less (K2: 2e-4)
@@ -84,4 +100,5 @@ class OptimConfig:
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     clip: WeightClipConfig = field(default_factory=WeightClipConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -1,4 +1,4 @@
-"""Bytes of the optimizer's state, from cards alone: what `Optimizer.state_dict` holds, but for its counters of eight bytes."""
+"""Bytes of the optimizer's state, from cards alone: what `Optimizer.state_dict` holds, but for counters and guard.*"""
 
 from __future__ import annotations
 

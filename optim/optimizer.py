@@ -1,6 +1,6 @@
 """The optimizer of a run: one step from gradients to weights, in a fixed order.
 
-gradient norm -> (not finite: skip) -> clip -> Muon and AdamW on the masters -> weight clip -> working weights -> balancers
+gradient norm -> guard (skip?) -> clip -> Muon and AdamW on the masters -> weight clip -> working weights -> balancers
 
 Masters, momenta and moments exist for this rank's part of each parameter alone (`parallel/shards.py`); what is decided over the
 whole model (the gradient norm, whether the step is skipped, which heads are clipped) comes out the same on every rank.
@@ -20,6 +20,7 @@ from optim import schedule, state
 from optim.adamw import AdamW
 from optim.config import OptimConfig
 from optim.grad_norm import clip_coefficient, squared_norm
+from optim.guard import Guard
 from optim.muon import Muon
 from optim.table import Table, assign
 from optim.weight_clip import check_targets, clip_weights
@@ -47,11 +48,12 @@ class StepReport:
     lr: float
     grad_norm: float  # of the whole model, before clipping
     clip_coefficient: float
-    skipped: bool  # loss or gradient norm was not finite: weights, moments and biases are as before
+    skipped: bool  # by the guard: weights, moments and biases are as before
     # per Muon parameter, [blocks]: of those that this rank updated, all in a single process; see Muon.step
     update_rms: dict[str, Tensor] = field(default_factory=dict)
     clipped_heads: int = 0  # of the whole model, as the next
     max_logit: float | None = None  # largest attention logit since the last step; None where none was seen
+    reason: str | None = None  # why the step was skipped
 
 
 def build(
@@ -104,6 +106,7 @@ class Optimizer:
         self.muon = Muon(cfg.muon, self.table.of(Kind.MUON), weights, shards)
         self.adamw = AdamW(cfg.adamw, self.table.of(Kind.ADAMW), weights)
         check_targets(self.clip_targets, self.parameters)
+        self.guard = Guard(cfg.guard)
         self._step = torch.zeros((), dtype=torch.int64)
         self._skipped = torch.zeros((), dtype=torch.int64)
 
@@ -117,24 +120,26 @@ class Optimizer:
         return int(self._skipped)
 
     @torch.no_grad()
-    def step(self, *, finite: bool = True) -> StepReport:
-        """One update from the gradients that the parameters hold; skipped where `finite` (the loss was) is false on any rank.
+    def step(self, *, finite: bool = True, loss: float | None = None) -> StepReport:
+        """One update from the gradients that the parameters hold, unless the guard objects (optim/guard.py).
 
-        Every rank must call it. Weights are whole again on all of them afterwards.
+        It does where `finite` (the losses were) is false on any rank. `loss` is the step's, in nats, alike on all ranks but for
+        rounding. Every rank must call it. Weights are whole again on all of them afterwards.
         """
         # offloaded gradients come back here; a gradient on the weight's device is not copied
         gradients = {n: g.to(shard.parameter.device) for n, shard in self._parts.items() if (g := shard.gradient) is not None}
-        norm, finite = self._norm(gradients, finite)
+        norm, finite, loss = self._agree(gradients, finite, loss)
+        reason = self.guard.objection(finite=finite, loss=loss, norm=norm)
         lr = self.cfg.lr * schedule.factor(self.cfg.schedule, self.step_count, self.steps)
         scale = clip_coefficient(norm, self.cfg.grad_clip)
         self._step += 1
-        if not (finite and math.isfinite(norm)):
+        if reason is not None:
             self._skipped += 1
             for target in self.clip_targets:
                 target.reset()
             if self.balancing is not None:
                 self.balancing.reset()
-            return StepReport(self.step_count, lr, norm, scale, skipped=True)
+            return StepReport(self.step_count, lr, norm, scale, skipped=True, reason=reason)
 
         weights = self._weights()
         decay = self.cfg.weight_decay
@@ -145,16 +150,25 @@ class Optimizer:
         self._publish(gradients.keys() | clipped.names)
         if self.balancing is not None:
             self.balancing.update()
+        self.guard.accept(loss=loss, norm=norm)
         return StepReport(self.step_count, lr, norm, scale, False, rms, clipped.heads, clipped.max_logit)
 
-    def _norm(self, gradients: Mapping[str, Tensor], finite: bool) -> tuple[float, bool]:
-        """The norm of the whole model's gradient, and whether `finite` held on every rank."""
+    def _agree(self, gradients: Mapping[str, Tensor], finite: bool, loss: float | None) -> tuple[float, bool, float | None]:
+        """What the guard decides from, the same bits on every rank: the norm of the whole model's gradient, whether `finite` held
+        on every rank, and the ranks' mean loss (tensor ranks may have rounded it differently).
+        """
         counted = [g for n, g in gradients.items() if self.shards[n].counted]
-        values = torch.zeros(2, dtype=torch.float64, device=next(iter(self.parameters.values())).device)
+        values = torch.zeros(4, dtype=torch.float64, device=next(iter(self.parameters.values())).device)
         values[0] = squared_norm(counted)
         values[1] = float(not finite)
-        square, refusals = self.shards.sum(values).tolist()
-        return math.sqrt(square), refusals == 0
+        if loss is not None:
+            values[2], values[3] = loss, 1.0
+        square, refusals, losses, count = self.shards.sum(values).tolist()
+        return math.sqrt(square), refusals == 0, losses / count if count else None
+
+    def counters(self) -> dict[str, Tensor]:
+        """The part of `state_dict` that a skipped step moves on, too; live."""
+        return {"step": self._step, "skipped": self._skipped}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every tensor that a bitwise continuation needs beside the weights, under flat names; live, not copies."""
@@ -191,6 +205,17 @@ def _validate(cfg: OptimConfig) -> None:
         ("weight_decay", cfg.weight_decay, cfg.weight_decay >= 0, "must not be negative"),
         ("grad_clip", cfg.grad_clip, cfg.grad_clip >= 0, "must not be negative; 0 switches clipping off"),
         ("clip.tau", cfg.clip.tau, cfg.clip.tau > 0, "must be above 0; optim.clip.enabled=false switches it off"),
+        ("guard.window", cfg.guard.window, cfg.guard.window >= 2, "must be at least 2 steps"),
+        (
+            "guard.min_steps",
+            cfg.guard.min_steps,
+            2 <= cfg.guard.min_steps <= cfg.guard.window,
+            f"must lie in 2..{cfg.guard.window}, the steps of optim.guard.window",
+        ),
+        ("guard.deviations", cfg.guard.deviations, cfg.guard.deviations >= 0, "must not be negative"),
+        ("guard.grad_norm", cfg.guard.grad_norm, cfg.guard.grad_norm > 1, "must be above 1"),
+        ("guard.loss", cfg.guard.loss, cfg.guard.loss > 1, "must be above 1"),
+        ("guard.max_skipped", cfg.guard.max_skipped, cfg.guard.max_skipped >= 1, "must be at least 1"),
         ("router.lr_scale", cfg.router.lr_scale, cfg.router.lr_scale >= 0, "must not be negative"),
         ("muon.momentum", cfg.muon.momentum, 0 <= cfg.muon.momentum < 1, "must lie in 0..1, below 1"),
         ("muon.steps", cfg.muon.steps, cfg.muon.steps >= 1, "must be at least 1"),

@@ -17,7 +17,7 @@ class StateError(ValueError):
 
 
 def collect(optimizer: Optimizer) -> dict[str, Tensor]:
-    """`step`, `skipped`, and per parameter `.momentum` | `.exp_avg`, `.exp_avg_sq`, `.updates`, and `.master` for bf16.
+    """`step`, `skipped`, `guard.*`, per parameter `.momentum` | `.exp_avg`, `.exp_avg_sq`, `.updates`, and `.master` for bf16.
 
     Of this rank's part alone: shaped like the parameter where that is the whole, flat where it is cut, absent where it is empty.
     """
@@ -28,7 +28,7 @@ def collect(optimizer: Optimizer) -> dict[str, Tensor]:
         "exp_avg_sq": optimizer.adamw.exp_avg_sq,
         "updates": optimizer.adamw.updates,
     }
-    out = {"step": optimizer._step, "skipped": optimizer._skipped}
+    out = optimizer.counters() | optimizer.guard.tensors()
     for name in optimizer.parameters:
         out |= {f"{name}.{kind}": tensors[name] for kind, tensors in kinds.items() if name in tensors}
     return out

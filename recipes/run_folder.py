@@ -30,6 +30,8 @@ FREE = {
     *("run.dir", "run.resume", "run.eval_every", "run.sample_tokens", "run.sample_prompt"),
     *("run.threads", "run.device", "checkpoint.every", "checkpoint.keep_last", "wandb.mode", "wandb.project", "wandb.name"),
     "data.cache",
+    # lets a run go on that the guard has stopped; else it would stop again at the same step
+    *("optim.guard.enabled", "optim.guard.deviations", "optim.guard.grad_norm", "optim.guard.loss", "optim.guard.max_skipped"),
     # saves other tensors, computes the same numbers bit for bit
     *("activations.layer", "activations.attention", "activations.feed_forward", "activations.head"),
 }

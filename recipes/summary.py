@@ -115,7 +115,7 @@ def text(s: dict[str, Any], folder: str) -> str:
             f"{d['tokens']:,} tokens); K3 at {d['k3_heldout_loss']:.4f} after {d['k3_train_seconds']:.0f} s"
         )
     if s["skipped_steps"]:
-        lines.append(f"skipped     {s['skipped_steps']} steps without a finite loss and gradient")
+        lines.append(f"skipped     {s['skipped_steps']} steps whose loss or gradient was not finite or a spike")
     export = f"the model in {s['export']}/ (k3.hf.load), " if s["export"] else ""
     lines.append(f"files       {folder}: metrics.jsonl, pictures, {export}{s['checkpoint']}")
     return "\n".join(lines)

@@ -13,8 +13,6 @@ from optim.optimizer import Optimizer, StepReport
 from parallel.schedule import ParallelModel, run_step
 from recipes.objective import Objective
 
-MAX_SKIPPED = 10  # consecutive steps without a finite gradient after which training stops
-
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says since when and what to do."""
@@ -35,6 +33,7 @@ class StepResult:
     step: int  # from 1
     losses: list[float]  # nats: next token, then each MTP layer
     tokens: int  # of this step, over all data ranks
+    sequences: int  # as many, in rows
     seconds: float
     report: StepReport
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +60,9 @@ class Callback:
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
         """After each optimizer step."""
+
+    def stuck(self, trainer: Trainer) -> None:
+        """When too many steps in a row were skipped, before training ends with an error."""
 
     def end(self, trainer: Trainer) -> None:
         """After the last step of this process, whether the run is complete or was asked to stop."""
@@ -100,7 +102,7 @@ class Trainer:
     def run(self, steps: int) -> bool:
         """Trains until `steps` steps are done in all, those before a resume included. Returns whether they are.
 
-        Raises TrainingError after MAX_SKIPPED steps in a row with a loss or gradient that is not finite.
+        Raises TrainingError after `optim.guard.max_skipped` skipped steps in a row.
         """
         self.steps = steps
         self.module.train()
@@ -131,23 +133,26 @@ class Trainer:
         )
         self._each("gradients")
         losses = self.objective.total(shares)
-        report = self.optimizer.step(finite=all(map(math.isfinite, losses)))
+        report = self.optimizer.step(finite=all(map(math.isfinite, losses)), loss=losses[0])
         seconds = time.perf_counter() - began
         done = self.progress
         done.step += 1
         done.tokens += batch.tokens
         done.train_seconds += seconds
         done.skipped_in_a_row = done.skipped_in_a_row + 1 if report.skipped else 0
-        return StepResult(done.step, losses, batch.tokens, seconds, report)
+        rows = sum(micro.tokens.shape[0] for micro in batch.micro_batches) * self.objective.world.data_size
+        return StepResult(done.step, losses, batch.tokens, rows, seconds, report)
 
     def _check(self, result: StepResult) -> None:
-        if self.progress.skipped_in_a_row >= MAX_SKIPPED:
-            first = result.step - self.progress.skipped_in_a_row + 1
-            raise TrainingError(
-                f"steps {first} to {result.step} had no finite loss and gradient (last: loss {result.losses[0]}, gradient norm "
-                f"{result.report.grad_norm}); none of them changed the parameters. Lower optim.lr or optim.grad_clip, or look "
-                f"for the data of these steps"
-            )
+        if self.progress.skipped_in_a_row < self.optimizer.cfg.guard.max_skipped:
+            return
+        self._each("stuck")
+        first = result.step - self.progress.skipped_in_a_row + 1
+        raise TrainingError(
+            f"steps {first} to {result.step} were all skipped (last: {result.report.reason}; loss {result.losses[0]}, gradient "
+            f"norm {result.report.grad_norm}); none of them changed the parameters. Lower optim.lr or optim.grad_clip, look for "
+            f"the data of these steps, or where spikes are what you expect give optim.guard.enabled=false"
+        )
 
     def _each(self, moment: str) -> bool:
         """Calls every callback, or as many as there is time for once `complete` is asked to stop; returns whether all ran."""

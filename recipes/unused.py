@@ -35,11 +35,19 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
     "optim.router": (lambda c: not c.model.moe.experts, "model.moe.experts=0 has no router"),
     "optim.muon": (lambda c: c.optim.name is OptimizerName.adamw, "optim=adamw uses no Muon"),
     "optim.clip.tau": (lambda c: not c.optim.clip.enabled, "optim.clip.enabled=false clips nothing"),
+    **{
+        f"optim.guard.{key}": (lambda c: not c.optim.guard.enabled, "optim.guard.enabled=false looks for no spikes")
+        for key in ("window", "min_steps", "deviations", "grad_norm", "loss")
+    },
     "optim.schedule.decay": (lambda c: c.optim.schedule.name is not ScheduleName.wsd, "only optim.schedule.name=wsd decays late"),
     "optim.schedule.min_lr": (
         lambda c: c.optim.schedule.name is ScheduleName.constant,
         "a constant schedule never decays",
     ),
+    **{
+        f"data.ramp.{key}": (lambda c: c.data.ramp.start is None, "data.ramp.start=null has no ramp")
+        for key in ("increment", "samples")
+    },
     "parallel.bucket": (lambda c: not c.parallel.overlap, "parallel.overlap=false reduces all gradients at once"),
     **{f"parallel.{key}": (lambda c: _processes(c) == 1, "one process has no replicas") for key in ("zero", "overlap")},
     **{

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.config import micro_batches
+from data.config import batch_sizes, micro_batch
 from data.config import validate as validate_data
 from data.errors import DataError
 from k3.config import ConfigError
@@ -89,9 +89,12 @@ def _check_groups(cfg: Config, layout: ParallelConfig) -> None:
     if layout.vpp == 1:
         return
     of = layout.dp or 1
-    most = cfg.data.batch_size // (of * layout.pp)
-    fix = f"give data.micro_batch_size={most}" if most else f"give data.batch_size={of * layout.pp} data.micro_batch_size=1"
-    group_size(layout, micro_batches(cfg.data, of=of), fix=fix)
+    for size in batch_sizes(cfg.data):
+        most = size // (of * layout.pp)
+        fix = f"give data.micro_batch_size={most}" if most else f"give data.batch_size={of * layout.pp} data.micro_batch_size=1"
+        if not most and size < cfg.data.batch_size:
+            fix = f"give data.ramp.start={of * layout.pp} data.micro_batch_size=1"
+        group_size(layout, size // (micro_batch(cfg.data, of) * of), fix=fix)
 
 
 def check_devices(cfg: Config) -> None:
@@ -193,6 +196,18 @@ def _optim(cfg: Config) -> Iterator[Refusal]:
     for name, value in (("warmup", s.warmup), ("min_lr", s.min_lr), ("decay", s.decay)):
         if not 0 <= value <= 1:
             yield f"optim.schedule.{name}", value, "is a fraction: must lie in [0, 1]"
+    g = o.guard
+    for name, ratio in (("grad_norm", g.grad_norm), ("loss", g.loss)):
+        if not ratio > 1:
+            yield f"optim.guard.{name}", ratio, "is a factor above the median: must be above 1"
+    if not g.deviations >= 0:
+        yield "optim.guard.deviations", g.deviations, "must be at least 0"
+    if g.window < 2:
+        yield "optim.guard.window", g.window, "must be at least 2 steps"
+    elif not 2 <= g.min_steps <= g.window:
+        yield "optim.guard.min_steps", g.min_steps, f"must lie in [2, {g.window}], the steps of optim.guard.window"
+    if g.max_skipped < 1:
+        yield "optim.guard.max_skipped", g.max_skipped, "must be at least 1"
     if o.muon.steps < 1:
         yield "optim.muon.steps", o.muon.steps, "must be at least 1"
 

@@ -32,7 +32,7 @@ class ProgressBar(Callback):
         self.tokens_per_second = now if self.tokens_per_second is None else 0.9 * self.tokens_per_second + 0.1 * now
         # from the clock and not from the steps' own time: evaluations count too
         left = (time.perf_counter() - self.began) / (result.step - self.first) * (trainer.steps - result.step)
-        skipped = f", skipped (gradient norm {result.report.grad_norm})" if result.report.skipped else ""
+        skipped = f", skipped: {result.report.reason}" if result.report.skipped else ""
         text = f"loss {result.losses[0]:.4f}, {self.tokens_per_second:,.0f} tokens/s, {clock(left)} left{skipped}"
         if self.bar is not None:
             self.bar.update(self.task, completed=result.step, description=text)

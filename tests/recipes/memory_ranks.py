@@ -33,7 +33,7 @@ def state(cfg: Config, dtype: torch.dtype) -> dict[str, int]:
         "weights": sum(p.nbytes for p in parameters),
         "gradients": sum(p.main_grad.nbytes for p in parameters),
         "buffers": sum(b.grad_data.nbytes for b in buffers),
-        "optimizer": sum(t.nbytes for t in parts.optimizer.state_dict().values() if t.dim()),
+        "optimizer": sum(t.nbytes for n, t in parts.optimizer.state_dict().items() if t.dim() and not n.startswith("guard.")),
         "buckets": sum(len(b.buckets) for b in buffers),
         "tensors": len(parameters),
     }

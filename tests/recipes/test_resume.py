@@ -67,6 +67,35 @@ def test_resume_in_bf16_keeps_the_masters(home):
     same_checkpoint(folder / "checkpoints/step_6", whole / "checkpoints/step_6")
 
 
+def test_resume_inside_a_batch_ramp_reads_on_where_it_stopped(home):
+    """And the guard's record, whose statistics decide from the third step on, is that of the uninterrupted run."""
+    ramp = ("data.ramp.start=2", "data.ramp.samples=5", "optim.guard.min_steps=2", "optim.guard.window=3")
+    _, whole = do(home, "ramp", *STEPS, *ramp)
+    assert [r["batch_size"] for r in metrics(whole)] == [2, 2, 2, 4, 4, 4]
+    assert [r["tokens"] for r in metrics(whole)] == [64, 128, 192, 320, 448, 576]
+    folder = go_back(whole, home / "rampback", 2)
+    assert resume(folder) == 0
+    assert curve(folder) == curve(whole)
+    same_checkpoint(folder / "checkpoints/step_6", whole / "checkpoints/step_6")
+
+
+def test_a_run_that_the_guard_stopped_goes_on_with_other_thresholds(home, capsys):
+    """Step 3 is called a spike for being above the median at all; told otherwise, the run goes on from step 2."""
+    strict = (
+        "optim.guard.min_steps=2",
+        "optim.guard.max_skipped=1",
+        "optim.guard.deviations=0",
+        "optim.guard.grad_norm=1.000001",
+    )
+    code, folder = do(home, "strict", *[w for w in STEPS if "every=2" not in w], *strict, "checkpoint.every=0")
+    said = capsys.readouterr().out
+    assert code == 1 and "skipped: spike of the" in said and "optim.guard.enabled=false" in said
+    stopped = len(metrics(folder))
+    assert f"the last good state is {folder / 'checkpoints' / f'step_{stopped - 1}'}" in said
+    assert resume(folder, "optim.guard.enabled=false") == 0
+    assert [r["skipped"] for r in metrics(folder)] == [False] * 6
+
+
 def test_evaluating_and_saving_leave_no_trace(home, whole):
     _, other = do(home, "quiet", "run.steps=6", "run.eval_every=0", "checkpoint.every=0", "run.sample_tokens=0")
     assert [r["loss"] for r in metrics(other)] == [r["loss"] for r in metrics(whole)]

@@ -16,7 +16,9 @@ import k3
 import parallel
 from data.batch import Batch
 from k3 import hf
+from optim.config import GuardConfig
 from parallel import checkpoint
+from parallel.states import seed_generators
 from recipes import summary
 from recipes.callbacks import Balance, Checkpoints, Evaluation, Metrics
 from recipes.callbacks.progress import clock
@@ -24,8 +26,10 @@ from recipes.compose import compose
 from recipes.interrupts import Interrupts
 from recipes.objective import Objective, heldout_loss
 from recipes.pretrain import build
-from recipes.trainer import MAX_SKIPPED, Callback, TrainingError
+from recipes.trainer import Callback, TrainingError
 from tests.recipes.small_run import do, metrics, words, write_corpus
+
+MAX_SKIPPED = GuardConfig().max_skipped
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +125,22 @@ def test_it_learns(make):
 
 
 class Spoil(Callback):
-    """From a step on, every loss is infinite (with finite gradients) or a parameter's gradient is NaN."""
+    """From a step on, every loss is infinite or large (with the gradients as they are), or a parameter's gradient is NaN."""
 
     def __init__(self, how, after):
         self.how, self.after = how, after
 
     def step(self, trainer, result):
-        if result.step != self.after:
-            return
-        self.before = parameters(trainer)
+        if result.step == self.after:
+            self.before = parameters(trainer)
+            self.spoil(trainer)
+
+    def spoil(self, trainer):
         share = trainer.objective.share
         if self.how == "loss":
             spoilt = lambda losses, denominators: tuple(x + torch.inf for x in share(losses, denominators))
+        elif self.how == "spike":
+            spoilt = lambda losses, denominators: (share(losses, denominators)[0], 1000 * share(losses, denominators)[1])
         else:
             spoilt = lambda losses, denominators: (
                 share(losses * losses.detach() / 0.0, denominators)[0],
@@ -148,7 +156,9 @@ def test_steps_without_a_finite_loss_change_nothing_and_end_training(make, tmp_p
     bias = lambda: [b.bias.clone() for b in k3.balancing(trainer.module)]
     checkpoints = Checkpoints(tmp_path / "checkpoints", every=1, keep_last=2, facts={})
     trainer.callbacks = [spoil, Metrics(tmp_path / "metrics.jsonl"), checkpoints]
-    with pytest.raises(TrainingError, match=rf"steps 3 to {2 + MAX_SKIPPED} had no finite loss and gradient") as error:
+    with pytest.raises(
+        TrainingError, match=rf"steps 3 to {2 + MAX_SKIPPED} were all skipped \(last: the {how}( norm)? is not finite"
+    ) as error:
         trainer.run(20)
     assert "none of them changed the parameters" in str(error.value)
     assert trainer.progress.step == 2 + MAX_SKIPPED
@@ -159,6 +169,42 @@ def test_steps_without_a_finite_loss_change_nothing_and_end_training(make, tmp_p
     assert [r["skipped"] for r in records] == [False] * 2 + [True] * MAX_SKIPPED
     assert (records[2]["loss"] is None) == (how == "loss")
     assert checkpoint.latest(tmp_path / "checkpoints").name == "step_2", "the last good state"
+
+
+def test_a_run_that_is_stuck_leaves_the_last_good_state(make, tmp_path):
+    """The checkpoint is, bit for bit, the one that a run that ended before the skipped steps writes."""
+    quick = ("optim.guard.min_steps=2", "optim.guard.window=4", "optim.guard.max_skipped=3")
+    stuck, ended = make(*quick), make(*quick)
+    saver = Checkpoints(tmp_path / "stuck", every=0, keep_last=2, facts={})
+    stuck.callbacks = [Spoil("spike", after=4), Metrics(tmp_path / "metrics.jsonl"), saver]
+    seed_generators(1)
+    with pytest.raises(TrainingError, match=r"steps 5 to 7 were all skipped \(last: spike of the loss, \d+ times the median of"):
+        stuck.run(20)
+    reasons = [r.get("skip_reason") for r in metrics(tmp_path)]
+    assert reasons[:4] == [None] * 4 and all(r.endswith("times the median of the last 4") for r in reasons[4:])
+    ended.callbacks = [Checkpoints(tmp_path / "ended", every=0, keep_last=2, facts={})]
+    seed_generators(1)
+    ended.run(4)
+    found, wanted = (checkpoint.latest(tmp_path / name) for name in ("stuck", "ended"))
+    assert found.name == wanted.name == "step_4"
+    for name in ("model", "optimizer", "random"):
+        first, second = (load_file(path / f"{name}.safetensors") for path in (found, wanted))
+        assert first.keys() == second.keys() and first
+        for key, tensor in first.items():
+            assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (tensor, second[key]))), f"{name}: {key} differs"
+    theirs, ours = (checkpoint.facts(path) for path in (wanted, found))
+    assert {**theirs["progress"], "train_seconds": 0} == {**ours["progress"], "train_seconds": 0}
+    assert theirs["data_position"] == ours["data_position"] == 4
+
+
+def test_a_run_that_is_stuck_from_its_first_step_saves_nothing(make, tmp_path):
+    trainer = make("optim.guard.max_skipped=2")
+    spoil = Spoil("loss", after=0)
+    spoil.start = lambda trainer: spoil.spoil(trainer)
+    trainer.callbacks = [spoil, Checkpoints(tmp_path / "checkpoints", every=1, keep_last=2, facts={})]
+    with pytest.raises(TrainingError, match="steps 1 to 2"):
+        trainer.run(20)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_one_bad_step_is_skipped_and_forgotten(make):
@@ -296,7 +342,7 @@ def test_a_run_that_diverges_exits_with_one_and_names_the_last_checkpoint(home, 
     )
     said = capsys.readouterr().out
     assert code == 1
-    assert "had no finite loss and gradient" in said and f"the last good state is {folder / 'checkpoints' / 'step_'}" in said
+    assert "were all skipped (last: " in said and f"the last good state is {folder / 'checkpoints' / 'step_'}" in said
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGUSR1, 0)])

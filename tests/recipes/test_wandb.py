@@ -42,7 +42,7 @@ def log(folder: Path, mode: WandbMode, steps: range, *, broken: bool = False) ->
     callback.start(trainer)
     for step in steps:
         metrics = {"step": step, "loss": 5.0 / step, "max_logit": math.nan, "load/experts": {"a": [1, 2]}, "skipped": False}
-        callback.step(trainer, StepResult(step, [5.0], 128, 0.1, StepReport(step, 1e-3, 1.0, 1.0, False), metrics))
+        callback.step(trainer, StepResult(step, [5.0], 128, 4, 0.1, StepReport(step, 1e-3, 1.0, 1.0, False), metrics))
     if not broken:
         callback.end(trainer)
         callback.complete(trainer)
