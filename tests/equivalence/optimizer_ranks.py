@@ -6,7 +6,7 @@ same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,9 @@ import optim
 import parallel
 from k3.backend import megatron_config
 from k3.init import shard
-from optim.config import MuonConfig, OptimConfig, OptimizerName, WeightClipConfig
+from optim.config import Distribution, MuonConfig, OptimConfig, OptimizerName, WeightClipConfig
+from optim.exchange import Exchange, Pending
 from optim.optimizer import Optimizer, StepReport
-from optim.owners import Exchange
 from parallel.attributes import mark
 from parallel.cards import (
     Blocks,
@@ -75,9 +75,10 @@ class Case:
     optimizer: OptimizerName = OptimizerName.muon
     per_head: bool = True
     zero: int = 1
+    distribution: Distribution = Distribution.owners
 
     def config(self) -> OptimConfig:
-        muon = MuonConfig(per_head=self.per_head)
+        muon = MuonConfig(per_head=self.per_head, distribution=self.distribution)
         return OptimConfig(name=self.optimizer, lr=0.01, muon=muon, clip=WeightClipConfig(tau=100.0))
 
 
@@ -184,6 +185,7 @@ def _train(case: Case, world: World) -> dict[str, Any]:
 
 def _facts(optimizer: Optimizer, shards: Shards, reports: list[StepReport], world: World) -> dict[str, Any]:
     state = optimizer.state_dict()
+    owned = [m for route in optimizer.muon.plan.routes.values() for m in route.owned]
     return {
         "tensor": world.groups.tp.rank(),
         "expert": world.groups.ep.rank(),
@@ -192,8 +194,8 @@ def _facts(optimizer: Optimizer, shards: Shards, reports: list[StepReport], worl
         "parts": {n: (s.start, s.stop) for n, s in shards.items()},
         "state": {n: tuple(t.shape) for n, t in state.items()},
         "reports": reports,
-        "owned": [(m.name, m.place) for e in optimizer.muon.exchanges for m in e.owned],
-        "pieces": [sum(map(m.held_by, range(len(m.pieces)))) for e in optimizer.muon.exchanges for m in e.owned],
+        "owned": [(m.name, m.place) for m in owned],
+        "pieces": [len(m.pieces) for m in owned],
     }
 
 
@@ -221,10 +223,11 @@ def _share(rank: int, size: int) -> float:
 def _drop_returned_pieces() -> None:
     real = Exchange.to_holders
 
-    def to_holders(self: Exchange, wholes: list[Tensor]) -> list[Tensor]:
-        return [p if m.owner == self.rank else torch.zeros_like(p) for m, p in zip(self.held, real(self, wholes))]
+    def to_holders(self: Exchange, wholes: Sequence[Tensor]) -> Pending:
+        pieces = real(self, wholes).wait()
+        return Pending(None, lambda: [p if m.owner == self.rank else torch.zeros_like(p) for m, p in zip(self.held, pieces)])
 
-    Exchange.to_holders = to_holders  # type: ignore[method-assign, assignment]
+    Exchange.to_holders = to_holders  # type: ignore[method-assign]
 
 
 def _skip_the_tensor_gather() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim.config import OptimizerName
+from optim.config import Distribution, OptimizerName
 from parallel.config import ParallelConfig
 from parallel.local import Helper
 from tests.equivalence.optimizer_ranks import BAD, BREAK, BUCKET, KINDS, REFUSED, STEPS, Case, single
@@ -30,12 +30,14 @@ LAYOUTS = {
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 CASES = [Case(dtype, per_head=per_head, zero=zero) for dtype, per_head, zero in itertools.product(DTYPES, (True, False), (1, 0))]
 CASES += [Case(dtype, OptimizerName.adamw, zero=zero) for dtype, zero in itertools.product(DTYPES, (1, 0))]
+CASES += [Case(dtype, distribution=Distribution.gather) for dtype in (torch.float64, torch.bfloat16)]
 Rank = dict[str, Any]
 
 
 def _name(case: Case) -> str:
     heads = "" if case.per_head else " whole matrices"
-    return f"{str(case.dtype)[6:]} {case.optimizer.value}{heads}{'' if case.zero else ' without zero'}"
+    form = " gathered" if case.distribution is Distribution.gather else ""
+    return f"{str(case.dtype)[6:]} {case.optimizer.value}{heads}{form}{'' if case.zero else ' without zero'}"
 
 
 reference = cache(single)
@@ -169,7 +171,10 @@ def test_matrices_are_cut_and_their_owners_differ(runs: dict[Case, list[Rank]]) 
         ranks = runs[case]
         owners = [i for i, rank in enumerate(ranks) if rank["owned"]]
         dense, expert = _replicas(ranks)
-        if case.optimizer is OptimizerName.muon and case.zero:
+        if case.distribution is Distribution.gather:
+            wholes = [rank["owned"] for rank in ranks]
+            assert expert > 1 or all(own == wholes[0] for own in wholes if wholes[0])
+        elif case.optimizer is OptimizerName.muon and case.zero:
             assert len(owners) >= (2 if dense > 1 else 1)
             assert max(n for rank in ranks for n in rank["pieces"]) == max(dense, 2)
             names = {name for rank in ranks for name, _ in rank["owned"]}
