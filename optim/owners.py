@@ -36,6 +36,7 @@ class Plan:
     distribution: Distribution
     routes: dict[int, Route] = field(default_factory=dict)  # by bucket, in the model's order; of those with moving matrices
     flops: int = 0  # of a Newton-Schulz step over all matrices that this rank orthogonalises
+    elements: int = 0  # of these matrices
     matrices: int = 0  # of which ranks of a group have to agree on the owner
     cut: int = 0  # of them lie on several ranks
     given: int = 0  # of them lie whole on one rank and belong to another
@@ -60,8 +61,8 @@ class Balance:
         p = self.plan
         return (
             f"distribution of {p.matrices} matrices over {self.ranks} ranks ({p.distribution.value}): {p.cut} cut, {p.given} "
-            f"whole ones given away; Newton-Schulz FLOPs max/mean {self.imbalance:.3f}; a rank sends {self.sent_bytes / 1e6:.3g} MB a "
-            f"step, at most {self.most_sent_bytes / 1e6:.3g} MB"
+            f"whole ones given away; Newton-Schulz FLOPs max/mean {self.imbalance:.3f}; a rank sends {self.sent_bytes / 1e6:.3g} "
+            f"MB a step, at most {self.most_sent_bytes / 1e6:.3g} MB"
         )
 
 
@@ -84,6 +85,7 @@ def plan(
     for name, shard in shards.items():
         if shard.group is None:
             out.flops += sum(run.count * flops(name, run) for run in runs[name])
+            out.elements += sum(run.count * run.size for run in runs[name])
         else:
             groups.setdefault(shard.group, []).extend(_matrices(name, shard, runs[name], flops))
     for found in groups.values():
@@ -92,9 +94,9 @@ def plan(
         rank = shard.rank
         if distribution is Distribution.owners:
             matrices = balanced(matrices, work, len(shard.parts))
-            out.flops += sum(w for m, w in zip(matrices, work) if m.owner == rank)
-        else:
-            out.flops += sum(work)
+        mine = [(m, w) for m, w in zip(matrices, work) if distribution is Distribution.gather or m.owner == rank]
+        out.flops += sum(w for _, w in mine)
+        out.elements += sum(m.size for m, _ in mine)
         out.matrices += len(matrices)
         out.cut += sum(len(m.holders) > 1 for m in matrices)
         out.given += sum(len(m.holders) == 1 and not m.held_by(m.owner) for m in matrices)

@@ -47,6 +47,7 @@ BENCHES = {
     "step": "recipes.bench_step:run",
     "traffic": "recipes.bench_traffic:run",
     "pipeline": "recipes.bench_pipeline:run",
+    "owners": "recipes.bench_owners:run",
 }
 
 VERBS = {
