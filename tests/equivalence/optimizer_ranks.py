@@ -20,6 +20,7 @@ from k3.backend import megatron_config
 from k3.init import shard
 from optim.config import Distribution, MuonConfig, OptimConfig, OptimizerName, WeightClipConfig
 from optim.exchange import Exchange, Pending
+from optim.muon import Muon
 from optim.optimizer import Optimizer, StepReport
 from parallel.attributes import mark
 from parallel.cards import (
@@ -181,6 +182,50 @@ def _train(case: Case, world: World) -> dict[str, Any]:
         target.max_logits.copy_(seen - 60 if elsewhere else seen)
         reports.append(optimizer.step(finite=not (step == REFUSED and world.rank == 0)))
     return _facts(optimizer, model.shards, reports, world) | {"restored": restored}
+
+
+def overlap(layout: ParallelConfig) -> list[tuple[str, int]]:
+    """What one step of Muon starts and waits for, and when it computes: (what, number of the route; -1 for computing)."""
+    world = parallel.start(layout)
+    tensors = {n: nn.Parameter(_local(n, value, world)) for n, value in drawn(0).items()}
+    cards = cards_of(tensors)
+    mark(cards, world)
+    model = parallel.wrap(_Toy(megatron_config(k3.preset("tiny"), world, torch.float64), tensors), cards, world)
+    muon = optim.build(Case().config(), cards, steps=1, shards=model.shards).muon
+    number = {id(route): i for i, route in enumerate(muon.plan.routes.values())}
+    log: list[tuple[str, int]] = []
+
+    class Waited:
+        def __init__(self, what: str, route: Exchange, handle: Any):
+            self.entry, self.handle = (f"{what} arrived", number[id(route)]), handle
+
+        def wait(self) -> None:
+            log.append(self.entry)
+            self.handle.wait()
+
+    ways = ("to_owners", "fetch", Exchange.to_owners), ("to_holders", "return", Exchange.to_holders)
+    for name, what, way in ways:
+
+        def logged(route: Exchange, given: Any, what: str = what, real: Any = way) -> Pending:
+            log.append((what, number[id(route)]))
+            pending: Pending = real(route, given)
+            assert pending._handle is not None  # asynchronous
+            pending._handle = Waited(what, route, pending._handle)
+            return pending
+
+        setattr(Exchange, name, logged)
+    real = Muon._update
+
+    def update(self: Muon, batch: Any, *rest: Any) -> None:
+        log.append(("compute", -1))
+        real(self, batch, *rest)
+
+    Muon._update = update  # type: ignore[method-assign, assignment]
+    parts = {n: s for n, s in model.shards.items() if s.start < s.stop}
+    weights = {n: s.weight for n, s in parts.items()}
+    gradients = {n: torch.randn_like(w) for n, w in weights.items()}
+    muon.step(weights, gradients, lr=0.01, decay=0.0, scale=1.0)
+    return log
 
 
 def _facts(optimizer: Optimizer, shards: Shards, reports: list[StepReport], world: World) -> dict[str, Any]:

@@ -183,6 +183,23 @@ def test_matrices_are_cut_and_their_owners_differ(runs: dict[Case, list[Rank]]) 
             assert not owners
 
 
+def test_matrices_of_a_bucket_travel_while_those_of_another_are_worked_on(helper: Helper) -> None:
+    """Bucket k + 1 is on its way to the owners, and bucket k - 1 back from them, while bucket k is computed."""
+    config = dataclasses.replace(LAYOUTS["dp=4"], bucket=BUCKET)
+    computed_meanwhile = 0
+    for log in helper.run_ranks("tests.equivalence.optimizer_ranks:overlap", 4, config, timeout=120):
+        at = {entry: place for place, entry in enumerate(log)}
+        routes = 1 + max(number for _, number in log)
+        assert routes >= 3
+        computed = [place for place, (what, _) in enumerate(log) if what == "compute"]
+        for k in range(routes - 1):
+            assert at["fetch", k + 1] < at["fetch arrived", k] < at["return", k] < at["fetch arrived", k + 1]
+            assert at["fetch arrived", k + 1] < at["return arrived", k]
+            computed_meanwhile += sum(at["fetch", k + 1] < place < at["fetch arrived", k + 1] for place in computed)
+            computed_meanwhile += sum(at["return", k] < place < at["return arrived", k] for place in computed)
+    assert computed_meanwhile >= 8  # of four ranks; one that owns nothing in a bucket has nothing to compute there
+
+
 @pytest.mark.parametrize(
     "broken, layout, case",
     [
