@@ -92,7 +92,7 @@ def test_with_work_to_share_every_rank_gets_a_matrix() -> None:
     routes = [r[0] for r in _routes(work=1)]
     owners = [{m.place[1]: m.owner for m in (*r.held, *r.owned)} for r in routes]
     assert all(a[i] == b[i] for a, b in itertools.product(owners, owners) for i in a.keys() & b.keys())
-    assert [[m.place[1] for m in r.owned] for r in routes] == [[1], [], [2], [], [4]]  # 0 and 3 lie whole on ranks 1 and 3
+    assert [[m.place[1] for m in r.owned] for r in routes] == [[2], [], [1], [], [4]]  # 0 and 3 stay whole on ranks 1 and 3
     assert not routes[0].held
 
 
