@@ -25,6 +25,7 @@ IDLE = {
     "model.moe": ["model=dense", "model.moe.scaling=2.0"],
     "optim.router": ["model=dense", "optim.router.lr_scale=1.0"],
     "optim.muon": ["optim=adamw", "optim.muon.per_head=false"],
+    "optim.muon.distribution": ["parallel.zero=1", "optim.muon.distribution=gather"],
     "optim.clip.tau": ["optim.clip.enabled=false", "optim.clip.tau=50"],
     "optim.schedule.decay": ["optim.schedule.decay=0.5"],
     "optim.schedule.min_lr": ["optim.schedule.name=constant", "optim.schedule.min_lr=0.5"],
