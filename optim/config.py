@@ -23,6 +23,13 @@ class MuonPrecision(Enum):
     bf16 = "bf16"  # as K2 and Moonlight ran it; about twice as fast where there are bf16 matrix units
 
 
+class Distribution(Enum):
+    """How matrices that ZeRO spreads over ranks are orthogonalised."""
+
+    owners = "owners"  # each by one rank, which fetches what it lacks
+    gather = "gather"  # everything by every rank: the naive form, for comparison
+
+
 class ScheduleName(Enum):
     cosine = "cosine"
     wsd = "wsd"
@@ -43,6 +50,7 @@ class MuonConfig:
     coefficients: Coefficients = Coefficients.quintic
     precision: MuonPrecision = MuonPrecision.full
     scale: float = 0.2  # update RMS; multiplies sqrt(max(rows, cols)) of the block
+    distribution: Distribution = Distribution.owners
 
 
 @dataclass

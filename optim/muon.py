@@ -4,23 +4,28 @@ One joint orthogonalisation of all heads lets heads with a large momentum take t
 same. The cards say where the heads, the fused gate and up, and the experts lie.
 
 Momentum, weight decay and the change of the weights are elementwise, on this rank's part of each parameter. Newton-Schulz needs
-whole matrices. Of one that ZeRO's cut divides, the owner gets all pieces (`optim/owners.py`). One that tensor ranks cut is
-gathered and orthogonalised on all of them, and each keeps its own rows or columns.
+whole matrices. Of one that ZeRO's cut divides, the owner gets all pieces (`optim/owners.py`); those of the next gradient bucket
+are on their way while the matrices of one are worked on. One that tensor ranks cut is gathered and orthogonalised on all of
+them, and each keeps its own rows or columns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
-from kernels.newton_schulz import default_chunk, orthogonalise
+from kernels.newton_schulz import orthogonalise
+from optim.batches import Held, Owned, Piece, batches
 from optim.config import MuonConfig, MuonPrecision
+from optim.exchange import Matrix, Pending, Route
 from optim.matrices import Run, runs_of
-from optim.owners import CutMatrix, Exchange, plan
+from optim.owners import flops, measured, plan
 from optim.table import Row
 from parallel.shards import Shards
 
@@ -35,69 +40,55 @@ class _Dials:
 
 
 @dataclass
-class _Held:
-    """Same-shaped matrices of one parameter in this rank's part: views of its tensors, and their place in the report."""
+class _Work:
+    """What is orthogonalised together: matrices that lie whole in this rank's part, and those that it owns of one bucket."""
 
-    row: Row
-    weight: Tensor  # [n, rows, cols], as the next two
-    momentum: Tensor
-    gradient: Tensor
-    rms: Tensor  # [n], filled here
-
-    @property
-    def matrices(self) -> Tensor:
-        return self.weight
-
-    def cut(self, first: int, last: int) -> _Held:
-        weight, momentum, gradient, rms = (t[first:last] for t in (self.weight, self.momentum, self.gradient, self.rms))
-        return _Held(self.row, weight, momentum, gradient, rms)
-
-
-@dataclass
-class _Owned:
-    """One matrix put together from several ranks' parts."""
-
-    row: Row
-    matrices: Tensor  # [1, rows, cols]: the Newton-Schulz input, then the update
-    rms: Tensor  # [1], filled here
-
-    def cut(self, first: int, last: int) -> _Owned:
-        return self
-
-
-_Piece = _Held | _Owned
+    route: Route | None
+    held: list[tuple[str, Run, int]]  # (parameter, matrices in this rank's part of it, where they begin in the report)
 
 
 class Muon:
-    """Momenta of the given parameters and their update. `masters` holds this rank's parts, as `shards` says."""
+    """Momenta of the given parameters and their update. `masters` holds this rank's parts, as `shards` says.
+
+    Every rank must make one, and take every step.
+    """
 
     def __init__(self, cfg: MuonConfig, rows: Iterable[Row], masters: Mapping[str, Tensor], shards: Shards):
         self.cfg, self.shards = cfg, shards
-        trained = {row.name: row for row in rows}
-        self.rows = {name: row for name, row in trained.items() if name in masters}
-        self.momentum = {name: torch.zeros_like(masters[name]) for name in self.rows}
+        self.rows = {row.name: row for row in rows}
+        self.momentum = {name: torch.zeros_like(masters[name]) for name in self.rows if name in masters}
 
-        runs = {n: runs_of(row, shards[n].parameter.shape, shards.tensor_size) for n, row in trained.items()}
-        self.exchanges = plan({n: shards[n] for n in trained}, runs)
-        owned = [m for exchange in self.exchanges for m in exchange.owned]
+        runs = {n: runs_of(row, shards[n].parameter.shape, shards.tensor_size) for n, row in self.rows.items()}
+        self.plan = plan({n: shards[n] for n in self.rows}, runs, self._flops, cfg.distribution)
         # what this rank orthogonalises of a parameter, and where that begins in the report
-        self._held: dict[str, list[tuple[Run, int]]] = {}
-        self._owned: dict[CutMatrix, int] = {}
+        self._owned: dict[Matrix, int] = {}
         self._reported: dict[str, int] = {}
+        alone = _Work(None, [])  # buckets without a route are worked on together, in larger batches
+        self._work = [alone, *(_Work(route, []) for route in self.plan.routes.values())]
+        of_bucket = dict(zip(self.plan.routes, self._work[1:]))
+        held, owned = (_by_name(getattr(route, what) for route in self.plan.routes.values()) for what in ("held", "owned"))
         for name in self.rows:
-            self._lay_out(name, runs[name], [m for m in owned if m.name == name])
+            work = of_bucket.get(shards[name].bucket, alone)
+            self._lay_out(name, runs[name], held.get(name, []), owned.get(name, []), work.held)
 
-    def _lay_out(self, name: str, runs: list[Run], owned: list[CutMatrix]) -> None:
+        device = shards[next(iter(self.rows))].parameter.device if self.rows else torch.device("cpu")
+        self.balance = measured(self.plan, shards, device) if self.plan.matrices else None
+
+    def _lay_out(
+        self, name: str, runs: list[Run], moving: list[Matrix], owned: list[Matrix], held: list[tuple[str, Run, int]]
+    ) -> None:
         shard = self.shards[name]
-        found: list[tuple[tuple[int, int], Run | CutMatrix, int]] = [(m.place, m, 1) for m in owned]
+        found: list[tuple[tuple[int, int], Run | Matrix, int]] = [(m.place, m, 1) for m in owned]
         for number, run in enumerate(runs):
             low, high = run.within(shard.start, shard.stop)
-            if low < high:
-                found.append(((number, low), run.part(low, high, shard.start), high - low))
-        self._held[name], first = [], 0
+            leaving = sorted(m.place[1] for m in moving if m.place[0] == number and low <= m.place[1] < high)
+            for start, stop in pairwise([low - 1, *leaving, high]):
+                if start + 1 < stop:
+                    found.append(((number, start + 1), run.part(start + 1, stop, shard.start), stop - start - 1))
+        first = 0
         for _, what, count in sorted(found, key=lambda entry: entry[0]):
             if isinstance(what, Run):
-                self._held[name].append((what, first))
+                held.append((name, what, first))
             else:
                 self._owned[what] = first
             first += count
@@ -114,63 +105,86 @@ class Muon:
         that lies whole here, else those whole in this rank's part and those it owns. Parameters without an entry in
         `gradients` are left as they are. A block whose gradients have all been zero is changed by the weight decay alone.
         """
-        names = [name for name in self.rows if name in gradients]
         dials = _Dials(lr, decay, scale)
-        gradients = {n: gradients[n].contiguous() for n in names}
-        if names:
-            momenta = [self.momentum[n] for n in names]
+        gradients = {n: gradients[n].contiguous() for n in self.momentum if n in gradients}
+        if gradients:
+            momenta = [self.momentum[n] for n in gradients]
             torch._foreach_mul_(momenta, self.cfg.momentum)
-            torch._foreach_add_(momenta, [gradients[n].to(m.dtype) for n, m in zip(names, momenta)], alpha=scale)
+            torch._foreach_add_(momenta, [g.to(m.dtype) for g, m in zip(gradients.values(), momenta)], alpha=scale)
 
-        report = {n: masters[n].new_zeros(self._reported[n]) for n in names if self._reported[n]}
-        wholes = [exchange.to_owners(self._pieces(exchange, gradients, dials)) for exchange in self.exchanges]
-        by_shape: dict[tuple[object, ...], list[_Piece]] = {}
-        for piece in (*self._held_pieces(names, masters, gradients, report), *self._owned_pieces(wholes, report)):
+        report = {n: self._space_for_report(n) for n, count in self._reported.items() if count}
+        fetch, returning = self._fetch(self._work[0], gradients, dials), _nothing
+        for number, work in enumerate(self._work):
+            later = self._work[number + 1 : number + 2]
+            following = self._fetch(later[0], gradients, dials) if later else None
+            self._orthogonalise(self._held_pieces(work, masters, gradients, report), dials)
+            if work.route is not None and fetch is not None:
+                wholes = fetch.wait()
+                self._orthogonalise(self._owned_pieces(work.route, wholes, report), dials)
+                returning()
+                returning = partial(self._finish, work.route, work.route.to_holders(wholes), masters, dials)
+                del wholes
+            fetch = following
+        returning()
+        return {n: rms for n, rms in report.items() if n in gradients or n not in masters}
+
+    def _fetch(self, work: _Work, gradients: Mapping[str, Tensor], dials: _Dials) -> Pending | None:
+        """Starts to bring the bucket's moving matrices to their owners."""
+        if work.route is None:
+            return None
+        space = work.route.space()
+        for matrix, piece in zip(work.route.held, space.pieces):
+            part = self._part(matrix, self.momentum[matrix.name])
+            self._input(part, self._part(matrix, gradients[matrix.name]), dials, out=piece)
+        return work.route.to_owners(space)
+
+    def _finish(self, route: Route, returning: Pending, masters: Mapping[str, Tensor], dials: _Dials) -> None:
+        """Applies the updates of the bucket's moving matrices."""
+        for matrix, change in zip(route.held, returning.wait()):
+            row = self.rows[matrix.name]
+            size = self._size(row, matrix.rows, matrix.cols)
+            self._apply(row, self._part(matrix, masters[matrix.name]), change, size, dials)
+
+    def _orthogonalise(self, pieces: Iterable[Piece], dials: _Dials) -> None:
+        by_shape: dict[tuple[object, ...], list[Piece]] = {}
+        for piece in pieces:
             m = piece.matrices
             by_shape.setdefault((self._cut(piece.row), *m.shape[1:], m.dtype, m.device), []).append(piece)
-        for pieces in by_shape.values():
-            cut = self._cut(pieces[0].row)
-            for batch in _batches(pieces, 1 if cut is None else self.shards.tensor_size):
+        for same in by_shape.values():
+            cut = self._cut(same[0].row)
+            for batch in batches(same, 1 if cut is None else self.shards.tensor_size):
                 self._update(batch, cut, dials)
-        for exchange, matrices in zip(self.exchanges, wholes):
-            for matrix, change in zip(exchange.held, exchange.to_holders(matrices)):
-                row = self.rows[matrix.name]
-                size = self._size(row, matrix.rows, matrix.cols)
-                self._apply(row, self._part(matrix, masters[matrix.name]), change, size, dials)
-        return report
+
+    def _space_for_report(self, name: str) -> Tensor:
+        if name in self.momentum:
+            return self.momentum[name].new_zeros(self._reported[name])
+        like = self.shards[name].parameter  # this rank owns matrices that others hold
+        dtype = torch.float32 if like.dtype == torch.bfloat16 else like.dtype
+        return torch.zeros(self._reported[name], dtype=dtype, device=like.device)
 
     def _cut(self, row: Row) -> int | None:
         """The axis along which tensor ranks have to put together each matrix of the parameter."""
         return row.tensor_cut if self.shards.tensor_size > 1 else None
 
     def _held_pieces(
-        self, names: list[str], masters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], report: Mapping[str, Tensor]
-    ) -> Iterator[_Piece]:
-        for name in names:
-            for run, first in self._held[name]:
+        self, work: _Work, masters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], report: Mapping[str, Tensor]
+    ) -> Iterator[Piece]:
+        for name, run, first in work.held:
+            if name in gradients:
                 weight, momentum, gradient = (run.views(t) for t in (masters[name], self.momentum[name], gradients[name]))
-                yield _Held(self.rows[name], weight, momentum, gradient, report[name][first : first + run.count])
+                yield Held(self.rows[name], weight, momentum, gradient, report[name][first : first + run.count])
 
-    def _owned_pieces(self, wholes: list[list[Tensor]], report: Mapping[str, Tensor]) -> Iterator[_Piece]:
-        for exchange, tensors in zip(self.exchanges, wholes):
-            for matrix, whole in zip(exchange.owned, tensors):
-                first = self._owned[matrix]
-                space = report[matrix.name][first : first + 1]
-                yield _Owned(self.rows[matrix.name], whole.view(1, matrix.rows, matrix.cols), space)
+    def _owned_pieces(self, route: Route, wholes: Sequence[Tensor], report: Mapping[str, Tensor]) -> Iterator[Piece]:
+        for matrix, whole in zip(route.owned, wholes):
+            first = self._owned[matrix]
+            space = report[matrix.name][first : first + 1]
+            yield Owned(self.rows[matrix.name], whole.view(1, matrix.rows, matrix.cols), space)
 
-    def _part(self, matrix: CutMatrix, tensor: Tensor) -> Tensor:
-        """This rank's piece of a cut matrix, a view of its part [stop - start] of the parameter."""
+    def _part(self, matrix: Matrix, tensor: Tensor) -> Tensor:
+        """This rank's piece of a moving matrix, a flat view of its part of the parameter."""
         shard = self.shards[matrix.name]
-        start, stop = (matrix.first + edge - shard.start for edge in matrix.pieces[shard.rank])
-        return tensor[start:stop]
-
-    def _pieces(self, exchange: Exchange, gradients: Mapping[str, Tensor], dials: _Dials) -> list[Tensor]:
-        pieces = []
-        for matrix in exchange.held:
-            momentum = self._part(matrix, self.momentum[matrix.name])
-            pieces.append(torch.empty_like(momentum))
-            self._input(momentum, self._part(matrix, gradients[matrix.name]), dials, out=pieces[-1])
-        return pieces
+        start, stop = (matrix.first + edge - shard.start for edge in matrix.span(shard.rank))
+        return tensor.view(-1)[start:stop]
 
     def _input(self, momentum: Tensor, gradient: Tensor, dials: _Dials, *, out: Tensor) -> None:
         """What Newton-Schulz orthogonalises, element by element."""
@@ -191,17 +205,23 @@ class Muon:
 
         The matrix's own sides count: with those of all heads together, each head would get too large an update.
         """
+        return self.cfg.scale * math.sqrt(max(self._sides(row, rows, cols)))
+
+    def _sides(self, row: Row, rows: int, cols: int) -> list[int]:
         sides = [rows, cols]
         if (cut := self._cut(row)) is not None:
             sides[cut] *= self.shards.tensor_size
-        return self.cfg.scale * math.sqrt(max(sides))
+        return sides
 
-    def _update(self, batch: list[_Piece], cut: int | None, dials: _Dials) -> None:
+    def _flops(self, name: str, run: Run) -> int:
+        return flops(*self._sides(self.rows[name], run.rows, run.cols))
+
+    def _update(self, batch: list[Piece], cut: int | None, dials: _Dials) -> None:
         sizes, sides = [len(p.matrices) for p in batch], batch[0].matrices.shape[1:]
         size = self._size(batch[0].row, *sides)
         stacked = batch[0].matrices.new_empty(sum(sizes), *sides)
         for piece, space in zip(batch, stacked.split(sizes)):
-            if isinstance(piece, _Held):
+            if isinstance(piece, Held):
                 self._input(piece.momentum, piece.gradient, dials, out=space)
             else:
                 space.copy_(piece.matrices)
@@ -213,31 +233,19 @@ class Muon:
         if cut is not None:
             update = update.chunk(self.shards.tensor_size, dim=1 + cut)[self.shards.tensor_rank]
         for piece, change, change_rms in zip(batch, update.split(sizes), rms.split(sizes)):
-            if isinstance(piece, _Held):
+            if isinstance(piece, Held):
                 self._apply(piece.row, piece.weight, change, size, dials)
             else:
                 piece.matrices.copy_(change)
             torch.mul(change_rms, dials.lr * piece.row.lr_scale, out=piece.rms)
 
 
-def _batches(pieces: list[_Piece], tensor_size: int) -> Iterator[list[_Piece]]:
-    """Runs of at most `default_chunk` elements (at least one matrix), so that no copy of a whole model is ever made.
+def _by_name(lists: Iterable[Sequence[Matrix]]) -> dict[str, list[Matrix]]:
+    out: dict[str, list[Matrix]] = {}
+    for matrix in chain.from_iterable(lists):
+        out.setdefault(matrix.name, []).append(matrix)
+    return out
 
-    tensor_size: of how many pieces like these each matrix is put together before it is worked on.
-    """
-    rows, cols = pieces[0].matrices.shape[1:]
-    limit = max(1, default_chunk(pieces[0].matrices.device) // (rows * cols * tensor_size))
-    batch: list[_Piece] = []
-    room = limit
-    for piece in pieces:
-        first, count = 0, len(piece.matrices)
-        while first < count:
-            last = min(count, first + room)
-            batch.append(piece.cut(first, last))
-            room -= last - first
-            first = last
-            if room == 0:
-                yield batch
-                batch, room = [], limit
-    if batch:
-        yield batch
+
+def _nothing() -> None:
+    pass

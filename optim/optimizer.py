@@ -183,8 +183,9 @@ class Optimizer:
         self._publish(self.masters)
 
     def describe(self) -> str:
-        """The printable parameter -> optimizer table."""
-        return self.table.describe()
+        """The printable parameter -> optimizer table, and how the ranks of this pipeline stage share Muon's work."""
+        balance = self.muon.balance
+        return self.table.describe() + ("" if balance is None else f"\n{balance.describe()}")
 
     def _weights(self) -> dict[str, Tensor]:
         """What is updated: masters where there are some. Looked up at each step: buffers may have replaced a tensor's data."""

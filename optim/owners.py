@@ -1,124 +1,166 @@
-"""Matrices that ZeRO's cut divides: one of the ranks that hold pieces of a matrix orthogonalises the whole.
+"""Who orthogonalises which matrix where ZeRO's cut spreads them over ranks (report 5.2.2: an owner fetches only what it lacks).
 
-The owner is the rank with most of the matrix. All ranks of a group derive the same plan from the same parts, so nothing is
-negotiated: one collective brings the pieces of all its cut matrices to their owners, another brings the updates back.
+A matrix belongs to the rank with most of it, unless that would leave the ranks with unequal work: then the matrices that are
+cheapest to send go to ranks with less, whole ones if need be. All ranks of a group derive the same plan from the same parts, so
+nothing is negotiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
+from optim.config import Distribution
+from optim.exchange import Exchange, Gather, Matrix, Route
 from optim.matrices import Run
-from parallel.shards import Shard
+from parallel.shards import Shard, Shards
+
+BALANCED = 1.05  # max/mean of the ranks' FLOPs below which no matrix is moved for the sake of balance
+Flops = Callable[[str, Run], int]  # of orthogonalising one matrix of the parameter's run
+
+
+def flops(rows: int, cols: int) -> int:
+    """Of one Newton-Schulz step: X X^T, its square, and the product with X, on the shorter side."""
+    short, long = min(rows, cols), max(rows, cols)
+    return 4 * short * short * long + 2 * short**3
+
+
+@dataclass
+class Plan:
+    """What this rank does with the matrices of all its groups."""
+
+    distribution: Distribution
+    routes: dict[int, Route] = field(default_factory=dict)  # by bucket, in the model's order; of those with moving matrices
+    flops: int = 0  # of a Newton-Schulz step over all matrices that this rank orthogonalises
+    elements: int = 0  # of these matrices
+    matrices: int = 0  # of which ranks of a group have to agree on the owner
+    cut: int = 0  # of them lie on several ranks
+    given: int = 0  # of them lie whole on one rank and belong to another
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this rank in a step."""
+        return sum(route.sent_bytes for route in self.routes.values())
 
 
 @dataclass(frozen=True)
-class CutMatrix:
-    """A logical matrix of parameter `name` that lies in the parts of several ranks."""
+class Balance:
+    """What the plan comes to for the ranks of a pipeline stage."""
 
-    name: str
-    place: tuple[int, int]  # the parameter's run, and the matrix in it
-    rows: int
-    cols: int
-    first: int  # its first element in the flattened parameter
-    pieces: tuple[tuple[int, int], ...]  # by rank: the rank's elements [start, stop) of the matrix; none where start == stop
+    plan: Plan
+    ranks: int
+    imbalance: float  # max/mean of Newton-Schulz FLOPs
+    sent_bytes: float  # by a rank in a step, on average
+    most_sent_bytes: int
 
-    @property
-    def owner(self) -> int:
-        """The rank with most elements, of equal ones the lowest."""
-        sizes = [stop - start for start, stop in self.pieces]
-        return sizes.index(max(sizes))
-
-    def held_by(self, rank: int) -> bool:
-        return self.length(rank) > 0
-
-    def length(self, rank: int) -> int:
-        return self.pieces[rank][1] - self.pieces[rank][0]
-
-    def piece(self, whole: Tensor, rank: int) -> Tensor:
-        """A view of the rank's elements of the flattened matrix."""
-        return whole[slice(*self.pieces[rank])]
+    def describe(self) -> str:
+        p = self.plan
+        return (
+            f"distribution of {p.matrices} matrices over {self.ranks} ranks ({p.distribution.value}): {p.cut} cut, {p.given} "
+            f"whole ones given away; Newton-Schulz FLOPs max/mean {self.imbalance:.3f}; a rank sends {self.sent_bytes / 1e6:.3g} "
+            f"MB a step, at most {self.most_sent_bytes / 1e6:.3g} MB"
+        )
 
 
-class Exchange:
-    """All cut matrices of one process group in one dtype.
-
-    `held` are those this rank has a piece of; `owned`, among them, those it orthogonalises. Both are in the model's order.
-    """
-
-    def __init__(self, group: Any, rank: int, matrices: Sequence[CutMatrix], like: Tensor):
-        self.group, self.rank = group, rank
-        self._like = like.new_empty(0)  # dtype and device, also of a rank that holds nothing
-        ranks = range(len(matrices[0].pieces))
-        self.held = [m for m in matrices if m.held_by(rank)]
-        self.owned = [m for m in self.held if m.owner == rank]
-        self._kept = [i for i, m in enumerate(self.held) if m.owner == rank]
-        # (matrix, other rank) of what travels, in the order of its bytes: by rank, then by matrix
-        self._away = [(i, r) for r in ranks if r != rank for i, m in enumerate(self.held) if m.owner == r]
-        self._home = [(i, r) for r in ranks if r != rank for i, m in enumerate(self.owned) if m.held_by(r)]
-        self._away_lengths = [self.held[i].length(rank) for i, _ in self._away]
-        self._home_lengths = [self.owned[i].length(r) for i, r in self._home]
-        self._away_sizes = [sum(n for (_, to), n in zip(self._away, self._away_lengths) if to == r) for r in ranks]
-        self._home_sizes = [sum(n for (_, of), n in zip(self._home, self._home_lengths) if of == r) for r in ranks]
-
-    def to_owners(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """From flat pieces of the `held` matrices to the `owned` ones whole, flat. Every rank of the group must call it."""
-        wholes = [self._like.new_empty(m.rows * m.cols) for m in self.owned]
-        for i, matrix, whole in zip(self._kept, self.owned, wholes):
-            matrix.piece(whole, self.rank).copy_(pieces[i])
-        received = self._all_to_all([pieces[i] for i, _ in self._away], self._away_sizes, self._home_sizes)
-        for (i, rank), piece in zip(self._home, received.split(self._home_lengths)):
-            self.owned[i].piece(wholes[i], rank).copy_(piece)
-        return wholes
-
-    def to_holders(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """The way back: from the `owned` matrices to flat pieces of the `held` ones. Every rank of the group must call it."""
-        sent = [self.owned[i].piece(wholes[i], rank) for i, rank in self._home]
-        received = self._all_to_all(sent, self._home_sizes, self._away_sizes)
-        pieces = [self._like] * len(self.held)
-        for i, matrix, whole in zip(self._kept, self.owned, wholes):
-            pieces[i] = matrix.piece(whole, self.rank)
-        for (i, _), piece in zip(self._away, received.split(self._away_lengths)):
-            pieces[i] = piece
-        return pieces
-
-    def _all_to_all(self, sent: list[Tensor], sizes: list[int], expected: list[int]) -> Tensor:
-        received = self._like.new_empty(sum(expected))
-        dist.all_to_all_single(received, torch.cat([self._like, *sent]), expected, sizes, group=self.group)
-        return received
+def measured(plan: Plan, shards: Shards, device: torch.device) -> Balance:
+    """Every rank of the stage must call it."""
+    own = torch.tensor([plan.flops, plan.sent_bytes], dtype=torch.float64, device=device)
+    work, sent = shards.over_tensor_ranks(shards.over_data_ranks(own)).view(-1, 2).unbind(1)
+    return Balance(plan, len(work), float(work.max() / work.mean()), float(sent.mean()), int(sent.max()))
 
 
-def plan(shards: Mapping[str, Shard], runs: Mapping[str, Sequence[Run]]) -> list[Exchange]:
-    """The exchanges of a step, in the same order on every rank; none where no matrix is cut.
+def plan(
+    shards: Mapping[str, Shard], runs: Mapping[str, Sequence[Run]], flops: Flops, distribution: Distribution = Distribution.owners
+) -> Plan:
+    """The routes of a step, the same on every rank; none where nothing moves.
 
     shards, runs: of every parameter of Muon on any rank, in the model's order.
     """
-    cut: dict[tuple[Any, torch.dtype], tuple[Shard, list[CutMatrix]]] = {}
+    out = Plan(distribution)
+    groups: dict[Any, list[tuple[Matrix, int]]] = {}
     for name, shard in shards.items():
-        if matrices := _cut_matrices(name, shard, runs[name]):
-            dtype = shard.parameter.dtype
-            master = torch.float32 if dtype == torch.bfloat16 else dtype
-            cut.setdefault((shard.group, master), (shard, []))[1].extend(matrices)
-    return [
-        Exchange(group, shard.rank, matrices, torch.empty(0, dtype=master, device=shard.parameter.device))
-        for (group, master), (shard, matrices) in cut.items()
-    ]
-
-
-def _cut_matrices(name: str, shard: Shard, runs: Sequence[Run]) -> list[CutMatrix]:
-    """Every matrix with an edge between two parts inside it: at most one an edge."""
-    edges = [start for start, stop in shard.parts if 0 < start < stop]
-    places = {(number, i) for number, run in enumerate(runs) for edge in edges if (i := run.at(edge)) is not None}
-    out = []
-    for number, i in sorted(places):
-        run = runs[number]
-        first = run.first + i * run.stride
-        pieces = tuple((min(max(start - first, 0), run.size), min(max(stop - first, 0), run.size)) for start, stop in shard.parts)
-        out.append(CutMatrix(name, (number, i), run.rows, run.cols, first, pieces))
+        if shard.group is None:
+            out.flops += sum(run.count * flops(name, run) for run in runs[name])
+            out.elements += sum(run.count * run.size for run in runs[name])
+        else:
+            groups.setdefault(shard.group, []).extend(_matrices(name, shard, runs[name], flops))
+    for found in groups.values():
+        matrices, work = [m for m, _ in found], [w for _, w in found]
+        shard = shards[matrices[0].name]
+        rank = shard.rank
+        if distribution is Distribution.owners:
+            matrices = balanced(matrices, work, len(shard.parts))
+        mine = [(m, w) for m, w in zip(matrices, work) if distribution is Distribution.gather or m.owner == rank]
+        out.flops += sum(w for _, w in mine)
+        out.elements += sum(m.size for m, _ in mine)
+        out.matrices += len(matrices)
+        out.cut += sum(len(m.holders) > 1 for m in matrices)
+        out.given += sum(len(m.holders) == 1 and not m.held_by(m.owner) for m in matrices)
+        out.routes |= _routes(matrices, shards, distribution)
     return out
+
+
+def _routes(matrices: Iterable[Matrix], shards: Mapping[str, Shard], distribution: Distribution) -> Iterator[tuple[int, Route]]:
+    by_bucket: dict[int, list[Matrix]] = {}
+    for matrix in matrices:
+        if distribution is Distribution.gather or matrix.length(matrix.owner) < matrix.size:
+            by_bucket.setdefault(shards[matrix.name].bucket, []).append(matrix)
+    for bucket, moving in sorted(by_bucket.items()):
+        shard = shards[moving[0].name]
+        dtype = torch.float32 if shard.parameter.dtype == torch.bfloat16 else shard.parameter.dtype  # of the masters
+        like = torch.empty(0, dtype=dtype, device=shard.parameter.device)
+        form = Exchange if distribution is Distribution.owners else Gather
+        yield bucket, form(shard.group, shard.rank, len(shard.parts), moving, like)
+
+
+def _matrices(name: str, shard: Shard, runs: Sequence[Run], flops: Flops) -> Iterator[tuple[Matrix, int]]:
+    """Every matrix of a parameter, owned by the rank with most of it (of equal ones the lowest), and its FLOPs."""
+    parts = [(rank, start, stop) for rank, (start, stop) in enumerate(shard.parts) if start < stop]
+    edges = [stop for _, _, stop in parts]
+    for number, run in enumerate(runs):
+        work = flops(name, run)
+        for i in range(run.count):
+            first = run.first + i * run.stride
+            last = first + run.size
+            inside = parts[bisect_right(edges, first) : bisect_left(edges, last) + 1]
+            pieces = tuple((rank, max(start, first) - first, min(stop, last) - first) for rank, start, stop in inside)
+            owner = max(pieces, key=lambda piece: piece[2] - piece[1])[0]
+            yield Matrix(name, (number, i), run.rows, run.cols, first, pieces, owner), work
+
+
+def balanced(matrices: Sequence[Matrix], work: Sequence[int], ranks: int) -> list[Matrix]:
+    """The matrices with owners changed until the ranks' work is even (max/mean at most BALANCED) or no change makes it more so.
+
+    Each change takes work from the rank with most, and is the one that sends the fewest elements for it.
+    """
+    owners = [m.owner for m in matrices]
+    loads = [0] * ranks
+    owned: list[list[int]] = [[] for _ in loads]
+    for i, (owner, flops) in enumerate(zip(owners, work)):
+        loads[owner] += flops
+        owned[owner].append(i)
+    limit = BALANCED * sum(loads) / len(loads)
+    while max(loads) > limit:
+        high, low = loads.index(max(loads)), loads.index(min(loads))
+        best: tuple[bool, float, int, int] | None = None
+        for i in owned[high]:
+            m = matrices[i]
+            for to in {low, *m.holders} - {high}:
+                after = loads[to] + work[i]
+                if after < loads[high]:
+                    # one that fits, else one that leaves the receiver with less than the sender has now
+                    key = (after > limit, (m.length(high) - m.length(to)) / work[i], i, to)
+                    best = key if best is None else min(best, key)
+        if best is None:
+            break
+        _, _, i, to = best
+        owned[high].remove(i)
+        owned[to].append(i)
+        loads[high] -= work[i]
+        loads[to] += work[i]
+        owners[i] = to
+    return [m if m.owner == owner else replace(m, owner=owner) for m, owner in zip(matrices, owners)]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.buffer_layout import items_of, rearranged
 from parallel.cards import CardTable, TensorAxis
 from parallel.config import ParallelError
 from parallel.rows import RowBank
@@ -39,8 +40,8 @@ class ParallelModel:
         if world.config.zero == 2:
             from parallel.zero2 import Zero2
 
-            self.zero2 = Zero2(stages, world)
-        self.ddps: list[Any] = list(self.zero2.chunks) if self.zero2 else [_buffers(stage, world) for stage in stages]
+            self.zero2 = Zero2(stages, world, cards)
+        self.ddps: list[Any] = list(self.zero2.chunks) if self.zero2 else [_buffers(stage, cards, world) for stage in stages]
         self.shards = Shards.of(self.ddps, cards, world)
         self.replicated = [self.shards[card.name] for card, _ in cards.trained() if _sums_over_tensor_ranks(card, world)]
         self.at_both_ends = [self.shards[card.name] for card, _ in cards.trained() if card.placement.both_ends]
@@ -89,7 +90,7 @@ def _check_pipeline(config: Any) -> None:
         raise ParallelError("\n".join(wrong))
 
 
-def _buffers(module: nn.Module, world: World) -> Any:
+def _buffers(module: nn.Module, cards: CardTable, world: World) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -107,7 +108,7 @@ def _buffers(module: nn.Module, world: World) -> Any:
     )
     layout = None
     if ddp_config.use_distributed_optimizer:
-        # what megatron-core computes by itself where none is given, with the bucket size it would choose, and without a warning
+        # buckets as megatron-core makes them where none are given, with the bucket size it would choose
         if ddp_config.bucket_size is None and ddp_config.overlap_grad_reduce:
             ddp_config.bucket_size = max(40_000_000, 1_000_000 * world.groups.dp_cp.size())
         bucket = ddp_config.bucket_size if ddp_config.overlap_grad_reduce else None
@@ -115,6 +116,7 @@ def _buffers(module: nn.Module, world: World) -> Any:
             [p for p in module.parameters() if p.requires_grad], bucket, world.groups.dp_cp.size(), ddp_config,
             expert_data_parallel_world_size=world.groups.expt_dp.size(),
         )  # fmt: skip
+        layout = rearranged(layout, items_of(cards, world.groups.tp.size()))
     return DistributedDataParallel(config, ddp_config, module, pg_collection=world.groups, full_param_layout=layout)
 
 

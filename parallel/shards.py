@@ -29,6 +29,7 @@ class Shard:
     rank: int  # in `group`
     group: Any  # the process group the parameter is cut over; None where it is not cut
     counted: bool  # this rank counts the part in sums over the model, and no other rank counts it too
+    bucket: int = 0  # of megatron-core's buckets on this rank, all stages together: what lies in one is cut together
     reduced: Tensor | None = None  # under ZeRO-2, where the part's gradient lies, maybe in CPU memory; shaped like `weight`
 
     @property
@@ -79,15 +80,16 @@ class Shards(Mapping[str, Shard]):
     def of(cls, buffers: Sequence[Any], cards: CardTable, world: World) -> Shards:
         """The cut that megatron-core's DistributedDataParallel makes of each stage."""
         ranges = {p: parts for of in buffers if of.ddp_config.use_distributed_optimizer for p, parts in cut(of).items()}
+        buckets = _buckets(buffers)
         reduced = {p: gradient for of in buffers for p, gradient in getattr(of, "reduced", {}).items()}
         shards = {}
         for card, p in cards.trained():
             group = world.groups.expt_dp if card.placement.group is Group.EXPERT else world.groups.dp_cp
             first = _first_of_replicas(card, world)
             if (parts := ranges.get(p)) is not None and group.size() > 1:
-                shards[card.name] = Shard(p, parts, group.rank(), group, first, reduced.get(p))
+                shards[card.name] = Shard(p, parts, group.rank(), group, first, buckets[p], reduced.get(p))
             else:
-                shards[card.name] = Shard(p, ((0, p.numel()),), 0, None, first and group.rank() == 0, reduced.get(p))
+                shards[card.name] = Shard(p, ((0, p.numel()),), 0, None, first and group.rank() == 0, reduced=reduced.get(p))
         return cls(shards, world, buffers)
 
     def __getitem__(self, name: str) -> Shard:
@@ -125,6 +127,10 @@ class Shards(Mapping[str, Shard]):
             dist.all_reduce(values)
         return values
 
+    def over_data_ranks(self, values: Tensor) -> Tensor:
+        """The values of every data and context rank, [ranks, *shape]."""
+        return values.unsqueeze(0) if self.world is None else _over(self.world.groups.dp_cp, values)
+
     def max_over_data(self, values: Tensor) -> Tensor:
         """The maximum over the ranks that hold different tokens of the same heads. In place."""
         if self.world is not None and self.world.groups.dp_cp.size() > 1:
@@ -154,6 +160,12 @@ def _first_of_replicas(card: Card, world: World) -> bool:
     if card.placement.group is Group.EXPERT or card.placement.tensor in (TensorAxis.ROWS, TensorAxis.COLS):
         return True
     return world.groups.tp.rank() == 0
+
+
+def _buckets(buffers: Sequence[Any]) -> dict[nn.Parameter, int]:
+    """The number of each parameter's bucket, the same on all ranks that replicate it."""
+    every = [bucket for of in buffers for buffer in (*of.buffers, *of.expert_parallel_buffers) for bucket in buffer.buckets]
+    return {parameter: number for number, bucket in enumerate(every) for parameter in bucket.param_to_index}
 
 
 def cut(buffers: Any) -> dict[nn.Parameter, tuple[tuple[int, int], ...]]:

@@ -8,7 +8,7 @@ ZeRO-1's: masters, moments and the gathering of weights do not notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel import cpu_backend
+from parallel.buffer_layout import Item, items_of, rearranged
+from parallel.cards import CardTable
 from parallel.config import ParallelError
 from parallel.shards import cut
 from parallel.slots import GradientCountError, Region, Turns, group_sizes, storage_bytes
@@ -44,15 +46,17 @@ class Zero2:
     """The gradients of all model chunks of this rank. A step is `zero`, `begin_step`, the schedule, `finish`.
 
     modules: in the order of their virtual stages, each with its `config` (a TransformerConfig). `chunks` are megatron-core's
-    wrappers around them, for its schedule and for `Shards.of`; `Shard.gradient` is complete after `finish`.
+    wrappers around them, for its schedule and for `Shards.of`; `Shard.gradient` is complete after `finish`. With `cards`
+    the cut divides few matrices (`parallel/buffer_layout.py`), else parameters lie in megatron-core's order.
 
     Sums over replicas, never averages; accumulates in float32 for bf16 and float32 parameters, in float64 for float64 ones.
     With `parallel.offload_gradients` the shards lie in CPU memory. Raises ParallelError for gradient_accumulation_fusion.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], world: World):
+    def __init__(self, modules: Sequence[nn.Module], world: World, cards: CardTable | None = None):
+        items = None if cards is None else items_of(cards, world.groups.tp.size())
         home = torch.device("cpu") if world.config.offload_gradients else world.device
-        self.chunks = [Chunk(module, number, world, home) for number, module in enumerate(modules)]
+        self.chunks = [Chunk(module, number, world, home, items) for number, module in enumerate(modules)]
         self.turns = Turns([chunk.regions for chunk in self.chunks], world.device, home)
         for chunk in self.chunks:
             chunk.connect(self.turns, self._passed)
@@ -103,7 +107,9 @@ class Zero2:
 class Chunk(DistributedDataParallel):
     """megatron-core's wrapper of one chunk, without a gradient buffer of its own. Made by `Zero2`."""
 
-    def __init__(self, module: nn.Module, number: int, world: World, home: torch.device):
+    def __init__(
+        self, module: nn.Module, number: int, world: World, home: torch.device, items: Mapping[nn.Parameter, Item] | None = None
+    ):
         config: Any = module.config
         if config.gradient_accumulation_fusion:
             raise ParallelError(
@@ -121,6 +127,8 @@ class Chunk(DistributedDataParallel):
             [p for p in module.parameters() if p.requires_grad], None, world.groups.dp_cp.size(), ddp_config,
             expert_data_parallel_world_size=world.groups.expt_dp.size(),
         )  # fmt: skip
+        if items is not None:
+            layout = rearranged(layout, items)
         super().__init__(config, ddp_config, module, pg_collection=world.groups, full_param_layout=layout)
         self.number = number
         self.regions: list[Region] = []

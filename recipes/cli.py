@@ -49,6 +49,7 @@ BENCHES = {
     "pipeline": "recipes.bench_pipeline:run",
     "muon": "recipes.bench_muon:run",
     "balance": "recipes.bench_balance:run",
+    "owners": "recipes.bench_owners:run",
 }
 
 VERBS = {
@@ -61,14 +62,14 @@ VERBS = {
     "estimate": Verb(
         "print what a layout takes: the memory of each pipeline stage and rank",
         "recipes.cli:_estimate",
-        sections=("model", "optim", "parallel", "precision", "data"),
+        sections=("model", "optim", "parallel", "activations", "precision", "data"),
     ),
     "cards": Verb("print the parameters: shape, blocks, placement, optimizer", "recipes.cli:_cards", sections=("model",)),
     "bench": Verb(
         "measure this machine; without a name, everything",
         "recipes.cli:_bench",
         trains=True,
-        usage="[kda|experts|step|traffic|pipeline|muon|balance ...] [picture=FILE]",
+        usage="[kda|experts|step|traffic|pipeline|muon|balance|owners ...] [picture=FILE]",
     ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }

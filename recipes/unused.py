@@ -17,6 +17,13 @@ def _processes(cfg: Config) -> int:
     return world_size(cfg.parallel, processes.count(os.environ))
 
 
+def _undivided(cfg: Config) -> bool:
+    """Whether the optimizer's state is cut over no replicas: neither of dense parameters nor of experts."""
+    layout = cfg.parallel
+    ranks = _processes(cfg) // layout.pp
+    return layout.zero == 0 or (ranks == layout.tp and (ranks == layout.ep or not cfg.model.moe.experts))
+
+
 # a key or section -> (is it without effect?, why)
 RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.kda": (lambda c: c.model.attention is Attention.mla, "model.attention=mla has no KDA layers"),
@@ -34,6 +41,7 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.moe": (lambda c: not c.model.moe.experts, "model.moe.experts=0 has no experts"),
     "optim.router": (lambda c: not c.model.moe.experts, "model.moe.experts=0 has no router"),
     "optim.muon": (lambda c: c.optim.name is OptimizerName.adamw, "optim=adamw uses no Muon"),
+    "optim.muon.distribution": (_undivided, "ZeRO has no replicas to cut matrices over; give parallel.dp and parallel.zero=1"),
     "optim.clip.tau": (lambda c: not c.optim.clip.enabled, "optim.clip.enabled=false clips nothing"),
     **{
         f"optim.guard.{key}": (lambda c: not c.optim.guard.enabled, "optim.guard.enabled=false looks for no spikes")

@@ -6,7 +6,7 @@ same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ import optim
 import parallel
 from k3.backend import megatron_config
 from k3.init import shard
-from optim.config import MuonConfig, OptimConfig, OptimizerName, WeightClipConfig
+from optim.config import Distribution, MuonConfig, OptimConfig, OptimizerName, WeightClipConfig
+from optim.exchange import Exchange, Pending
+from optim.muon import Muon
 from optim.optimizer import Optimizer, StepReport
-from optim.owners import Exchange
 from parallel.attributes import mark
 from parallel.cards import (
     Blocks,
@@ -75,9 +76,10 @@ class Case:
     optimizer: OptimizerName = OptimizerName.muon
     per_head: bool = True
     zero: int = 1
+    distribution: Distribution = Distribution.owners
 
     def config(self) -> OptimConfig:
-        muon = MuonConfig(per_head=self.per_head)
+        muon = MuonConfig(per_head=self.per_head, distribution=self.distribution)
         return OptimConfig(name=self.optimizer, lr=0.01, muon=muon, clip=WeightClipConfig(tau=100.0))
 
 
@@ -182,8 +184,53 @@ def _train(case: Case, world: World) -> dict[str, Any]:
     return _facts(optimizer, model.shards, reports, world) | {"restored": restored}
 
 
+def overlap(layout: ParallelConfig) -> list[tuple[str, int]]:
+    """What one step of Muon starts and waits for, and when it computes: (what, number of the route; -1 for computing)."""
+    world = parallel.start(layout)
+    tensors = {n: nn.Parameter(_local(n, value, world)) for n, value in drawn(0).items()}
+    cards = cards_of(tensors)
+    mark(cards, world)
+    model = parallel.wrap(_Toy(megatron_config(k3.preset("tiny"), world, torch.float64), tensors), cards, world)
+    muon = optim.build(Case().config(), cards, steps=1, shards=model.shards).muon
+    number = {id(route): i for i, route in enumerate(muon.plan.routes.values())}
+    log: list[tuple[str, int]] = []
+
+    class Waited:
+        def __init__(self, what: str, route: Exchange, handle: Any):
+            self.entry, self.handle = (f"{what} arrived", number[id(route)]), handle
+
+        def wait(self) -> None:
+            log.append(self.entry)
+            self.handle.wait()
+
+    ways = ("to_owners", "fetch", Exchange.to_owners), ("to_holders", "return", Exchange.to_holders)
+    for name, what, way in ways:
+
+        def logged(route: Exchange, given: Any, what: str = what, real: Any = way) -> Pending:
+            log.append((what, number[id(route)]))
+            pending: Pending = real(route, given)
+            assert pending._handle is not None  # asynchronous
+            pending._handle = Waited(what, route, pending._handle)
+            return pending
+
+        setattr(Exchange, name, logged)
+    real = Muon._update
+
+    def update(self: Muon, batch: Any, *rest: Any) -> None:
+        log.append(("compute", -1))
+        real(self, batch, *rest)
+
+    Muon._update = update  # type: ignore[method-assign, assignment]
+    parts = {n: s for n, s in model.shards.items() if s.start < s.stop}
+    weights = {n: s.weight for n, s in parts.items()}
+    gradients = {n: torch.randn_like(w) for n, w in weights.items()}
+    muon.step(weights, gradients, lr=0.01, decay=0.0, scale=1.0)
+    return log
+
+
 def _facts(optimizer: Optimizer, shards: Shards, reports: list[StepReport], world: World) -> dict[str, Any]:
     state = optimizer.state_dict()
+    owned = [m for route in optimizer.muon.plan.routes.values() for m in route.owned]
     return {
         "tensor": world.groups.tp.rank(),
         "expert": world.groups.ep.rank(),
@@ -192,8 +239,8 @@ def _facts(optimizer: Optimizer, shards: Shards, reports: list[StepReport], worl
         "parts": {n: (s.start, s.stop) for n, s in shards.items()},
         "state": {n: tuple(t.shape) for n, t in state.items()},
         "reports": reports,
-        "owned": [(m.name, m.place) for e in optimizer.muon.exchanges for m in e.owned],
-        "pieces": [sum(map(m.held_by, range(len(m.pieces)))) for e in optimizer.muon.exchanges for m in e.owned],
+        "owned": [(m.name, m.place) for m in owned],
+        "pieces": [len(m.pieces) for m in owned],
     }
 
 
@@ -221,10 +268,11 @@ def _share(rank: int, size: int) -> float:
 def _drop_returned_pieces() -> None:
     real = Exchange.to_holders
 
-    def to_holders(self: Exchange, wholes: list[Tensor]) -> list[Tensor]:
-        return [p if m.owner == self.rank else torch.zeros_like(p) for m, p in zip(self.held, real(self, wholes))]
+    def to_holders(self: Exchange, wholes: Sequence[Tensor]) -> Pending:
+        pieces = real(self, wholes).wait()
+        return Pending(None, lambda: [p if m.owner == self.rank else torch.zeros_like(p) for m, p in zip(self.held, pieces)])
 
-    Exchange.to_holders = to_holders  # type: ignore[method-assign, assignment]
+    Exchange.to_holders = to_holders  # type: ignore[method-assign]
 
 
 def _skip_the_tensor_gather() -> None:

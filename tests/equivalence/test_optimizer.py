@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim.config import OptimizerName
+from optim.config import Distribution, OptimizerName
 from parallel.config import ParallelConfig
 from parallel.local import Helper
 from tests.equivalence.optimizer_ranks import BAD, BREAK, BUCKET, KINDS, REFUSED, STEPS, Case, single
@@ -30,12 +30,14 @@ LAYOUTS = {
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 CASES = [Case(dtype, per_head=per_head, zero=zero) for dtype, per_head, zero in itertools.product(DTYPES, (True, False), (1, 0))]
 CASES += [Case(dtype, OptimizerName.adamw, zero=zero) for dtype, zero in itertools.product(DTYPES, (1, 0))]
+CASES += [Case(dtype, distribution=Distribution.gather) for dtype in (torch.float64, torch.bfloat16)]
 Rank = dict[str, Any]
 
 
 def _name(case: Case) -> str:
     heads = "" if case.per_head else " whole matrices"
-    return f"{str(case.dtype)[6:]} {case.optimizer.value}{heads}{'' if case.zero else ' without zero'}"
+    form = " gathered" if case.distribution is Distribution.gather else ""
+    return f"{str(case.dtype)[6:]} {case.optimizer.value}{heads}{form}{'' if case.zero else ' without zero'}"
 
 
 reference = cache(single)
@@ -169,13 +171,33 @@ def test_matrices_are_cut_and_their_owners_differ(runs: dict[Case, list[Rank]]) 
         ranks = runs[case]
         owners = [i for i, rank in enumerate(ranks) if rank["owned"]]
         dense, expert = _replicas(ranks)
-        if case.optimizer is OptimizerName.muon and case.zero:
+        if case.distribution is Distribution.gather:
+            wholes = [rank["owned"] for rank in ranks]
+            assert expert > 1 or all(own == wholes[0] for own in wholes if wholes[0])
+        elif case.optimizer is OptimizerName.muon and case.zero:
             assert len(owners) >= (2 if dense > 1 else 1)
             assert max(n for rank in ranks for n in rank["pieces"]) == max(dense, 2)
             names = {name for rank in ranks for name, _ in rank["owned"]}
             assert not expert > 1 or any(KINDS[name][1].per_expert for name in names)
         else:
             assert not owners
+
+
+def test_matrices_of_a_bucket_travel_while_those_of_another_are_worked_on(helper: Helper) -> None:
+    """Bucket k + 1 is on its way to the owners, and bucket k - 1 back from them, while bucket k is computed."""
+    config = dataclasses.replace(LAYOUTS["dp=4"], bucket=BUCKET)
+    computed_meanwhile = 0
+    for log in helper.run_ranks("tests.equivalence.optimizer_ranks:overlap", 4, config, timeout=120):
+        at = {entry: place for place, entry in enumerate(log)}
+        routes = 1 + max(number for _, number in log)
+        assert routes >= 3
+        computed = [place for place, (what, _) in enumerate(log) if what == "compute"]
+        for k in range(routes - 1):
+            assert at["fetch", k + 1] < at["fetch arrived", k] < at["return", k] < at["fetch arrived", k + 1]
+            assert at["fetch arrived", k + 1] < at["return arrived", k]
+            computed_meanwhile += sum(at["fetch", k + 1] < place < at["fetch arrived", k + 1] for place in computed)
+            computed_meanwhile += sum(at["return", k] < place < at["return arrived", k] for place in computed)
+    assert computed_meanwhile >= 8  # of four ranks; one that owns nothing in a bucket has nothing to compute there
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.newton_schulz import orthogonalise
+from optim import batches
 from optim import muon as module
 from optim.config import MuonConfig, MuonPrecision, OptimConfig
 from optim.muon import Muon
@@ -177,7 +178,7 @@ def test_batches_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch, limit
         sizes.append(blocks.numel() if len(blocks) > 1 else 0)
         return real(blocks, **kwargs)
 
-    monkeypatch.setattr(module, "default_chunk", lambda device: limit)
+    monkeypatch.setattr(batches, "default_chunk", lambda device: limit)
     monkeypatch.setattr(module, "orthogonalise", watched)
     _, got, report = _step(MuonConfig(), [_gradients(1)])
     assert max(sizes) <= limit
@@ -202,8 +203,8 @@ def test_bf16_products_are_close_and_gradients_may_be_bf16_or_strided() -> None:
 
 
 def test_a_batch_is_bounded_by_the_whole_matrices_that_tensor_ranks_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "default_chunk", lambda device: 130)
+    monkeypatch.setattr(batches, "default_chunk", lambda device: 130)
     row = assign(cases.table(cases.parameters()), OptimConfig())["layers.0.o.weight"]
-    pieces = [module._Owned(row, torch.zeros(1, 4, 8), torch.zeros(1)) for _ in range(5)]
-    assert [len(batch) for batch in module._batches(pieces, 1)] == [4, 1]
-    assert [len(batch) for batch in module._batches(pieces, 2)] == [2, 2, 1]
+    pieces = [batches.Owned(row, torch.zeros(1, 4, 8), torch.zeros(1)) for _ in range(5)]
+    assert [len(batch) for batch in batches.batches(pieces, 1)] == [4, 1]
+    assert [len(batch) for batch in batches.batches(pieces, 2)] == [2, 2, 1]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim.config import MuonConfig, OptimConfig
+from optim.config import Distribution, MuonConfig, OptimConfig
+from optim.exchange import Exchange, Gather, Matrix
 from optim.matrices import Run, runs_of
-from optim.owners import CutMatrix, plan
+from optim.owners import BALANCED, balanced, flops, plan
 from optim.table import Row, assign
 from parallel.cards import CardError
 from parallel.shards import Shard
@@ -71,16 +72,63 @@ def _shard(parts: list[tuple[int, int]], rank: int) -> Shard:
     return Shard(torch.nn.Parameter(torch.zeros(30)), tuple(parts), rank, "group", True)
 
 
+PARTS = [(0, 0), (0, 9), (9, 14), (14, 27), (27, 30)]  # matrices of 6 elements: 1 (ranks 1, 2), 2 (2, 3), 4 (3, 4)
+
+
+def _routes(form: Distribution = Distribution.owners, work: int = 0) -> list[dict[int, object]]:
+    return [plan({"w": _shard(PARTS, r)}, {"w": [RUNS[0]]}, lambda *_: work, form).routes for r in range(len(PARTS))]
+
+
 def test_every_divided_matrix_has_one_owner_on_which_all_ranks_agree() -> None:
-    parts = [(0, 0), (0, 9), (9, 14), (14, 27), (27, 30)]  # matrices of 6 elements: 1 (ranks 1, 2), 2 (2, 3), 4 (3, 4)
-    exchanges = [plan({"w": _shard(parts, rank)}, {"w": [RUNS[0]]}) for rank in range(len(parts))]
-    assert all(len(e) == 1 for e in exchanges)  # also where nothing is held: the collective needs every rank
-    held = [[m.place[1] for m in e.held] for (e,) in exchanges]
-    owned = [[m.place[1] for m in e.owned] for (e,) in exchanges]
-    assert held == [[], [1], [1, 2], [2, 4], [4]]
+    routes = [r[0] for r in _routes()]
+    assert all(isinstance(r, Exchange) for r in routes)  # also where nothing is held: the collective needs every rank
+    assert [[m.place[1] for m in r.held] for r in routes] == [[], [1], [1, 2], [2, 4], [4]]
+    owned = [[m.place[1] for m in r.owned] for r in routes]
     assert owned == [[], [1], [], [2, 4], []]  # 3:3, 2:4 and 3:3 elements; the lowest rank of equal ones
-    assert plan({"w": _shard([(0, 12), (12, 30)], 0)}, {"w": [RUNS[0]]}) == []
+    assert plan({"w": _shard([(0, 12), (12, 30)], 0)}, {"w": [RUNS[0]]}, lambda *_: 0).routes == {}
 
 
-def test_a_matrix_on_many_ranks_belongs_to_the_one_with_most() -> None:
-    assert CutMatrix("w", (0, 0), 3, 4, 0, ((0, 2), (2, 7), (7, 12), (12, 12))).owner == 1
+def test_with_work_to_share_every_rank_gets_a_matrix() -> None:
+    routes = [r[0] for r in _routes(work=1)]
+    owners = [{m.place[1]: m.owner for m in (*r.held, *r.owned)} for r in routes]
+    assert all(a[i] == b[i] for a, b in itertools.product(owners, owners) for i in a.keys() & b.keys())
+    assert [[m.place[1] for m in r.owned] for r in routes] == [[2], [], [1], [], [4]]  # 0 and 3 stay whole on ranks 1 and 3
+    assert not routes[0].held
+
+
+def test_the_naive_form_brings_everything_to_everyone() -> None:
+    for route in (r[0] for r in _routes(Distribution.gather)):
+        assert isinstance(route, Gather)
+        assert [m.place[1] for m in route.owned] == [0, 1, 2, 3, 4]
+
+
+def _matrix(number: int, rows: int, *pieces: tuple[int, int, int]) -> Matrix:
+    owner = max(pieces, key=lambda piece: piece[2] - piece[1])[0]
+    return Matrix("w", (0, number), rows, 4, 0, pieces, owner)
+
+
+def test_balance_moves_what_is_cheapest_to_send() -> None:
+    cut, wholes = _matrix(0, 4, (0, 0, 10), (1, 10, 16)), [_matrix(i, 4, (0, 0, 16)) for i in (1, 2)]
+    (first, *others) = balanced([cut, *wholes, _matrix(3, 4, (1, 0, 16))], [1] * 4, 2)
+    assert first.owner == 1 and [m.owner for m in others] == [0, 0, 1]  # 4 elements more to send, not 16
+
+
+def test_balanced_work_stays_where_it_lies() -> None:
+    matrices = [_matrix(i, 4, (i % 4, 0, 16)) for i in range(80)]
+    assert balanced(matrices, [1] * 80, 4) == matrices
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_spread_of_many_matrices_is_balanced(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    ranks = [int(8 * float(torch.rand((), generator=draw)) ** 2) for _ in range(200)]
+    rows = torch.randint(2, 9, (200,), generator=draw).tolist()
+    work = [flops(r, 4) for r in rows]
+    after = balanced([_matrix(i, r, (rank, 0, 4 * r)) for i, (r, rank) in enumerate(zip(rows, ranks))], work, 8)
+    loads = [sum(w for w, m in zip(work, after) if m.owner == rank) for rank in range(8)]
+    assert max(loads) <= BALANCED * sum(work) / 8
+
+
+def test_a_matrix_larger_than_its_share_stays_alone() -> None:
+    after = balanced([_matrix(0, 100, (0, 0, 400)), _matrix(1, 4, (0, 0, 16)), _matrix(2, 4, (0, 0, 16))], [100, 1, 1], 2)
+    assert [m.owner for m in after] == [0, 1, 1]

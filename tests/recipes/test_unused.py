@@ -25,6 +25,7 @@ IDLE = {
     "model.moe": ["model=dense", "model.moe.scaling=2.0"],
     "optim.router": ["model=dense", "optim.router.lr_scale=1.0"],
     "optim.muon": ["optim=adamw", "optim.muon.per_head=false"],
+    "optim.muon.distribution": ["parallel.zero=1", "optim.muon.distribution=gather"],
     "optim.clip.tau": ["optim.clip.enabled=false", "optim.clip.tau=50"],
     "optim.guard.window": ["optim.guard.enabled=false", "optim.guard.window=64"],
     "optim.guard.min_steps": ["optim.guard.enabled=false", "optim.guard.min_steps=9"],
