@@ -156,9 +156,3 @@ class Turns:
 def group_sizes(micro_batches: int, group: int) -> list[int]:
     """How many micro-batches pass a chunk in a row, turn by turn: megatron-core's `get_schedule_table`."""
     return [min(group, micro_batches - first) for first in range(0, micro_batches, group)]
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """The memory that the tensors keep alive; what several of them share counts once."""
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
-    return sum(storages.values())

@@ -9,7 +9,6 @@ ZeRO-1's: masters, moments and the gathering of weights do not notice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +19,13 @@ from parallel.buffer_layout import Item, items_of, rearranged
 from parallel.cards import CardTable
 from parallel.config import ParallelError
 from parallel.shards import cut
-from parallel.slots import GradientCountError, Region, Turns, group_sizes, storage_bytes
+from parallel.slots import GradientCountError, Region, Turns, group_sizes
 from parallel.world import World
 
 cpu_backend.install()
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
-
-
-@dataclass(frozen=True)
-class GradientBytes:
-    """Memory that gradients take. A parameter's gradient between autograd and the slot, one at a time, is not in it."""
-
-    slots: int
-    shards: int
-    other: int  # gradients left on parameters: none, if all is well
-
-    @property
-    def total(self) -> int:
-        return self.slots + self.shards + self.other
 
 
 class Zero2:
@@ -59,8 +45,7 @@ class Zero2:
         self.chunks = [Chunk(module, number, world, home, items) for number, module in enumerate(modules)]
         self.turns = Turns([chunk.regions for chunk in self.chunks], world.device, home)
         for chunk in self.chunks:
-            chunk.connect(self.turns, self._passed)
-        self.peak_bytes = 0  # the most that gradients took after any backward pass since begin_step
+            chunk.connect(self.turns)
 
     def zero(self) -> None:
         """Forgets the gradients of earlier steps."""
@@ -76,7 +61,6 @@ class Zero2:
         self._check_complete()
         for chunk in self.chunks:
             chunk.expect(group_sizes(micro_batches, group))
-        self.peak_bytes = self.live_bytes().total
 
     def finish(self) -> None:
         """After the schedule: waits until the shards are complete. Idempotent.
@@ -85,19 +69,6 @@ class Zero2:
         """
         self._check_complete()
         self.turns.finish()
-
-    def live_bytes(self) -> GradientBytes:
-        """What gradients take now, by the storages of their tensors."""
-        parameters = [p for chunk in self.chunks for p in chunk.params_with_grad]
-        left = [g for p in parameters for g in (p.grad, getattr(p, "main_grad", None)) if g is not None]
-        return GradientBytes(
-            storage_bytes(slot.memory for slot in self.turns.slots),
-            storage_bytes(region.shard for chunk in self.chunks for region in chunk.regions),
-            storage_bytes(left),
-        )
-
-    def _passed(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes().total)
 
     def _check_complete(self) -> None:
         for chunk in self.chunks:
@@ -161,9 +132,8 @@ class Chunk(DistributedDataParallel):
         for parameter in self.params_with_grad:
             del parameter.main_grad
 
-    def connect(self, turns: Turns, passed: Callable[[], None]) -> None:
-        """`passed` is called after each backward pass."""
-        self._turns, self._passed = turns, passed
+    def connect(self, turns: Turns) -> None:
+        self._turns = turns
         self._views = [
             {p: region.whole(slot.memory)[a:b].view(p.shape) for p, (region, a, b) in self._places.items()}
             for slot in turns.slots
@@ -214,8 +184,6 @@ class Chunk(DistributedDataParallel):
             parameter.grad = None
         self._left[parameter] -= 1
         self._gradients_left -= 1
-        if self._gradients_left % len(self._left) == 0:
-            self._passed()
         if self._gradients_left == 0:
             self._turns.over(self)
             self._next_group()
@@ -232,8 +200,3 @@ class Chunk(DistributedDataParallel):
         """Completes the chunk's gradients; see `Zero2.finish`."""
         self.check_complete()
         self._turns.finish()
-
-    def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiplies the reduced gradients."""
-        for region in self.regions:
-            region.shard.mul_(scaling_factor)

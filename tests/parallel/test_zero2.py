@@ -80,7 +80,7 @@ def test_live_gradients_are_two_chunks_and_the_shards(helper: Helper, layout: st
             assert len(facts["seen"]) == 5 * case.chunks and not facts["left"]
             assert facts["slots"] == 2 * bound["largest"] and facts["shards"] == bound["shards"]
             assert max(facts["seen"]) <= 2 * bound["largest"] + bound["shards"] < bound["all"]
-            assert min(facts["seen"]) == facts["peak"] == facts["slots"] + facts["shards"]
+            assert min(facts["seen"]) == facts["slots"] + facts["shards"]
 
 
 def test_a_reduction_runs_during_the_next_chunk_s_passes(helper: Helper) -> None:

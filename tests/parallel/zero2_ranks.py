@@ -6,7 +6,7 @@ megatron-core's own buffers, whole for the whole step, are the oracle; both get 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -230,8 +230,14 @@ def _measure(layout: ParallelConfig, case: Case) -> dict[str, Any]:
         left += [n for n, p in zero2.chunks[chunk].module.named_parameters() if p.grad is not None or hasattr(p, "main_grad")]
     zero2.finish()
     gc.unfreeze()
-    now = zero2.live_bytes()
-    return {"seen": seen, "left": left, "bound": bound, "peak": zero2.peak_bytes, "slots": now.slots, "shards": now.shards}
+    slots = storage_bytes(slot.memory for slot in zero2.turns.slots)
+    shards = storage_bytes(region.shard for chunk in zero2.chunks for region in chunk.regions)
+    return {"seen": seen, "left": left, "bound": bound, "slots": slots, "shards": shards}
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """The memory that the tensors keep alive; what several of them share counts once."""
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
 def tensors() -> list[Tensor]:
@@ -303,7 +309,7 @@ def _interrupted(layout: ParallelConfig, case: Case, passes: int) -> dict[str, A
 
 
 def miscounted(layout: ParallelConfig, case: Case) -> dict[str, Any]:
-    """What is said about schedules that are not the announced one, and the bytes of gradients that stay on parameters."""
+    """What is said about schedules that are not the announced one, and how many gradients stay on parameters."""
     world = started(layout, case)
     passes, left = order(case), list[int]()
 
@@ -320,7 +326,7 @@ def miscounted(layout: ParallelConfig, case: Case) -> dict[str, Any]:
         except GradientCountError as error:
             return str(error)
         finally:
-            left.append(zero2.live_bytes().other)
+            left.append(sum(p.grad is not None for chunk in zero2.chunks for p in chunk.params_with_grad))
         return "nothing"
 
     told = case.micro_batches, case.group

@@ -94,21 +94,6 @@ def test_a_pipeline_does_all_that_one_process_does(home, helper, single):
 
 
 @pytest.mark.slow
-def test_a_pipeline_continues_bit_for_bit(home, helper):
-    layout = ("parallel.pp=2", "parallel.vpp=2", "checkpoint.every=2")
-    _, whole = run(helper, home, "pipeline-whole", *layout)
-    folder = home / "pipeline-back"
-    shutil.copytree(whole, folder)
-    (folder / "summary.json").unlink()
-    for step in (4, 6):
-        shutil.rmtree(folder / f"checkpoints/step_{step}")
-    (folder / "checkpoints/latest").write_text("step_2\n")
-    helper.run_ranks("tests.recipes.ranks:train", 2, [f"run.resume={folder}", "wandb.mode=disabled"], str(home / "again.log"))
-    same_curve(folder, whole, 0)
-    same_state(folder / f"checkpoints/step_{STEPS}", whole / f"checkpoints/step_{STEPS}")
-
-
-@pytest.mark.slow
 def test_the_command_computes_what_one_process_does_and_a_stopped_run_continues_bit_for_bit(home, helper, single):
     folder = home / "command"
     process = start(words(home, "command", *SHORT, *DATA, "checkpoint.every=0"))
@@ -134,17 +119,20 @@ def test_the_command_computes_what_one_process_does_and_a_stopped_run_continues_
 
 
 @pytest.mark.slow
-def test_tensor_parallel_continues_bit_for_bit(home, helper, single):
-    done, whole = run(helper, home, "tensor", *TENSOR, "checkpoint.every=2")
+@pytest.mark.parametrize("layout", [TENSOR, ("parallel.pp=2", "parallel.vpp=2")], ids=["tensor", "pipeline"])
+def test_a_layout_continues_bit_for_bit(layout, home, helper, single):
+    name = f"whole-{len(layout)}"
+    done, whole = run(helper, home, name, *layout, "checkpoint.every=2")
     assert [d["code"] for d in done] == [0, 0]
     same_curve(whole, single, 1e-5)
-    folder = home / "tensorback"
+    folder = home / f"{name}-back"
     shutil.copytree(whole, folder)
     (folder / "summary.json").unlink()
     for step in (4, 6):
         shutil.rmtree(folder / f"checkpoints/step_{step}")
     (folder / "checkpoints/latest").write_text("step_2\n")
-    helper.run_ranks("tests.recipes.ranks:train", 2, [f"run.resume={folder}", "wandb.mode=disabled"], str(home / "back.log"))
+    log = str(home / f"{name}-back.log")
+    helper.run_ranks("tests.recipes.ranks:train", 2, [f"run.resume={folder}", "wandb.mode=disabled"], log)
     same_curve(folder, whole, 0)
     same_state(folder / f"checkpoints/step_{STEPS}", whole / f"checkpoints/step_{STEPS}")
 
