@@ -88,11 +88,11 @@ class Balancer(nn.Module):
         elif self.mode is Balance.bias:
             load = self.counting.to(self.bias.dtype)
             self.bias += self.bias_step * torch.sign(load.mean() - load)
-        self.load.copy_(self.counting)
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the running step (a skipped one): the bias stays."""
+        """Ends a step, a skipped one too: its counts become `load`, and the bias stays."""
+        self.load.copy_(self.counting)
         self.counting.zero_()
         if self.mode is Balance.quantile:
             self.histogram.zero_()
@@ -117,7 +117,8 @@ class Balancing(Sequence[Balancer]):
             balancer.update()
 
     def reset(self) -> None:
-        """Forgets the running step on every balancer."""
+        """Ends a skipped step on every balancer."""
+        self.pool()
         for balancer in self.balancers:
             balancer.reset()
 

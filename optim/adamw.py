@@ -7,24 +7,29 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from optim.config import AdamWConfig
+from optim.adamw_kernels import Update, kernel
+from optim.config import OptimConfig
+from optim.home import Home
 from optim.table import Row
+from parallel.shards import Shards
 
-BATCH_ELEMENTS = 1 << 26  # of parameters updated in one go; one temporary of that size
+BATCH_ELEMENTS = 1 << 26  # of parameters updated in one go; one temporary of that size, and the gradients where they come over
 
 
 class AdamW:
     """Moments of the given parameters and their update, elementwise on whatever part of them `masters` holds.
 
     A parameter's bias correction counts its own updates, so that one whose gradients begin late starts like a fresh one.
+    Every rank must make one.
     """
 
-    def __init__(self, cfg: AdamWConfig, rows: Iterable[Row], masters: Mapping[str, Tensor]):
-        self.cfg = cfg
+    def __init__(self, cfg: OptimConfig, rows: Iterable[Row], masters: Mapping[str, Tensor], shards: Shards, home: Home):
+        self.cfg, self.home = cfg.adamw, home
         self.rows = {row.name: row for row in rows if row.name in masters}
-        self.exp_avg = {name: torch.zeros_like(masters[name]) for name in self.rows}
-        self.exp_avg_sq = {name: torch.zeros_like(masters[name]) for name in self.rows}
+        self.exp_avg = {name: home.zeros_like(masters[name]) for name in self.rows}
+        self.exp_avg_sq = {name: home.zeros_like(masters[name]) for name in self.rows}
         self.updates = {name: torch.zeros((), dtype=torch.int64) for name in self.rows}  # on the CPU: read at every step
+        self.kernel = kernel(cfg, {name: masters[name] for name in self.rows}, shards)
 
     @torch.no_grad()
     def step(
@@ -40,33 +45,12 @@ class AdamW:
                 self.updates[name] += 1
                 groups.setdefault((int(self.updates[name]), row.lr_scale, row.decay), []).append(name)
         for (count, lr_scale, decays), names in groups.items():
+            update = Update(self.cfg, count, lr * lr_scale, decay if decays else 0.0, scale)
             for batch in _batches(names, masters):
-                self._update(batch, masters, gradients, count, lr * lr_scale, decay if decays else 0.0, scale)
-
-    def _update(
-        self,
-        names: list[str],
-        masters: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        count: int,
-        lr: float,
-        decay: float,
-        scale: float,
-    ) -> None:
-        beta1, beta2 = self.cfg.beta1, self.cfg.beta2
-        weights = [masters[n] for n in names]
-        grads = [gradients[n].to(masters[n].dtype) for n in names]
-        first, second = [self.exp_avg[n] for n in names], [self.exp_avg_sq[n] for n in names]
-        torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, grads, alpha=(1 - beta1) * scale)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, value=(1 - beta2) * scale * scale)
-        denominator = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominator, (1 - beta2**count) ** 0.5)
-        torch._foreach_add_(denominator, self.cfg.eps)
-        if decay:
-            torch._foreach_mul_(weights, 1 - lr * decay)
-        torch._foreach_addcdiv_(weights, first, denominator, value=-lr / (1 - beta1**count))
+                arriving = [self.home.bring(gradients[n]) for n in batch]
+                grads = [wait().to(masters[n].dtype) for n, wait in zip(batch, arriving)]
+                weights, first, second = ([of[n] for n in batch] for of in (masters, self.exp_avg, self.exp_avg_sq))
+                self.kernel.run(update, weights, grads, first, second)
 
 
 def _batches(names: list[str], masters: Mapping[str, Tensor]) -> Iterator[list[str]]:

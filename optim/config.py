@@ -41,6 +41,19 @@ class RouterOptimizer(Enum):
     muon = "muon"
 
 
+class AdamWKernel(Enum):
+    auto = "auto"  # Transformer Engine's or apex's on GPUs, DeepSpeed's where the optimizer is offloaded; what is installed
+    torch = "torch"
+    deepspeed = "deepspeed"  # DeepSpeedCPUAdam
+    apex = "apex"
+    transformer_engine = "transformer_engine"
+
+
+class Offload(Enum):
+    none = "none"  # masters and moments lie beside the weights
+    cpu = "cpu"  # in CPU memory: AdamW and all that is elementwise run there, Newton-Schulz on the device
+
+
 @dataclass
 class MuonConfig:
     per_head: bool = True  # false: whole matrices (fused gate/up and experts stay apart)
@@ -58,6 +71,7 @@ class AdamWConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    kernel: AdamWKernel = AdamWKernel.auto
 
 
 @dataclass
@@ -104,6 +118,7 @@ class OptimConfig:
     lr: float = 1.5e-2  # of nano's short run; larger models want less (K2: 2e-4)
     weight_decay: float = 0.1
     grad_clip: float = 1.0  # global gradient norm; 0 switches it off
+    offload: Offload = Offload.none
     muon: MuonConfig = field(default_factory=MuonConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     clip: WeightClipConfig = field(default_factory=WeightClipConfig)

@@ -40,7 +40,7 @@ class Guard:
 
         finite: whether every loss of the step is; loss: nats, None where the caller has none; norm: of the whole gradient.
         """
-        if not finite:
+        if not finite or not (loss is None or math.isfinite(loss)):
             return "the loss is not finite"
         if not math.isfinite(norm):
             return "the gradient norm is not finite"
@@ -65,8 +65,11 @@ class Guard:
         limit = middle + max(self.cfg.deviations * spread, (factor - 1) * abs(middle))
         if not value > limit > middle:  # zeros alone are no yardstick
             return None
-        above = f"{_short(value / middle)} times the" if middle > 0 else f"{_short(value - middle)} above the"
-        return f"spike of the {what}, {above} median of the last {len(values)}"
+        if middle > 0:
+            above, most = f"{value / middle:.3g} times the", limit / middle
+        else:
+            above, most = f"{value - middle:.3g} above the", limit - middle
+        return f"spike of the {what}, {above} median of the last {len(values)} (limit {most:.3g})"
 
     def tensors(self) -> dict[str, Tensor]:
         """What a resume needs, live."""
@@ -76,7 +79,3 @@ class Guard:
 def _median_and_spread(values: Sequence[float]) -> tuple[float, float]:
     middle = statistics.median(values)
     return middle, NORMAL * statistics.median(abs(value - middle) for value in values)
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

@@ -12,10 +12,10 @@ them, and each keeps its own rows or columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from kernels.newton_schulz import orthogonalise
 from optim.batches import Held, Owned, Piece, batches
 from optim.config import MuonConfig, MuonPrecision
 from optim.exchange import Matrix, Pending, Route
+from optim.home import Home
 from optim.matrices import Run, runs_of
 from optim.owners import flops, measured, plan
 from optim.table import Row
@@ -53,16 +54,17 @@ class Muon:
     Every rank must make one, and take every step.
     """
 
-    def __init__(self, cfg: MuonConfig, rows: Iterable[Row], masters: Mapping[str, Tensor], shards: Shards):
-        self.cfg, self.shards = cfg, shards
+    def __init__(self, cfg: MuonConfig, rows: Iterable[Row], masters: Mapping[str, Tensor], shards: Shards, home: Home):
+        self.cfg, self.shards, self.home = cfg, shards, home
         self.rows = {row.name: row for row in rows}
-        self.momentum = {name: torch.zeros_like(masters[name]) for name in self.rows if name in masters}
+        self.momentum = {name: home.zeros_like(masters[name]) for name in self.rows if name in masters}
 
         runs = {n: runs_of(row, shards[n].parameter.shape, shards.tensor_size) for n, row in self.rows.items()}
         self.plan = plan({n: shards[n] for n in self.rows}, runs, self._flops, cfg.distribution)
         # what this rank orthogonalises of a parameter, and where that begins in the report
         self._owned: dict[Matrix, int] = {}
         self._reported: dict[str, int] = {}
+        self.blocks: dict[str, list[int]] = {}  # which blocks of the whole parameter those are, in the order of its card
         alone = _Work(None, [])  # buckets without a route are worked on together, in larger batches
         self._work = [alone, *(_Work(route, []) for route in self.plan.routes.values())]
         of_bucket = dict(zip(self.plan.routes, self._work[1:]))
@@ -71,8 +73,7 @@ class Muon:
             work = of_bucket.get(shards[name].bucket, alone)
             self._lay_out(name, runs[name], held.get(name, []), owned.get(name, []), work.held)
 
-        device = shards[next(iter(self.rows))].parameter.device if self.rows else torch.device("cpu")
-        self.balance = measured(self.plan, shards, device) if self.plan.matrices else None
+        self.balance = measured(self.plan, shards, shards.device) if self.plan.matrices else None
 
     def _lay_out(
         self, name: str, runs: list[Run], moving: list[Matrix], owned: list[Matrix], held: list[tuple[str, Run, int]]
@@ -85,14 +86,24 @@ class Muon:
             for start, stop in pairwise([low - 1, *leaving, high]):
                 if start + 1 < stop:
                     found.append(((number, start + 1), run.part(start + 1, stop, shard.start), stop - start - 1))
-        first = 0
-        for _, what, count in sorted(found, key=lambda entry: entry[0]):
+        ranks, rank = self._spread(name)
+        before = [0, *accumulate(ranks * run.count for run in runs)]
+        first, blocks = 0, self.blocks.setdefault(name, [])
+        for (number, index), what, count in sorted(found, key=lambda entry: entry[0]):
             if isinstance(what, Run):
                 held.append((name, what, first))
             else:
                 self._owned[what] = first
             first += count
+            blocks += range(begin := before[number] + rank * runs[number].count + index, begin + count)
         self._reported[name] = first
+
+    def _spread(self, name: str) -> tuple[int, int]:
+        """(how many ranks the parameter's matrices are spread over, as many of every part on each, this rank's number)"""
+        row = self.rows[name]
+        if self.shards[name].parameter.numel() == math.prod(row.shape) or self._cut(row) is not None:
+            return 1, 0
+        return self.shards.expert_place if row.blocks.per_expert else (self.shards.tensor_size, self.shards.tensor_rank)
 
     @torch.no_grad()
     def step(
@@ -107,11 +118,6 @@ class Muon:
         """
         dials = _Dials(lr, decay, scale)
         gradients = {n: gradients[n].contiguous() for n in self.momentum if n in gradients}
-        if gradients:
-            momenta = [self.momentum[n] for n in gradients]
-            torch._foreach_mul_(momenta, self.cfg.momentum)
-            torch._foreach_add_(momenta, [g.to(m.dtype) for g, m in zip(gradients.values(), momenta)], alpha=scale)
-
         report = {n: self._space_for_report(n) for n, count in self._reported.items() if count}
         fetch, returning = self._fetch(self._work[0], gradients, dials), _nothing
         for number, work in enumerate(self._work):
@@ -134,31 +140,37 @@ class Muon:
             return None
         space = work.route.space()
         for matrix, piece in zip(work.route.held, space.pieces):
-            part = self._part(matrix, self.momentum[matrix.name])
-            self._input(part, self._part(matrix, gradients[matrix.name]), dials, out=piece)
+            momentum, gradient = (self._part(matrix, of[matrix.name]) for of in (self.momentum, gradients))
+            self._advance(momentum, gradient, dials, out=piece)
         return work.route.to_owners(space)
 
     def _finish(self, route: Route, returning: Pending, masters: Mapping[str, Tensor], dials: _Dials) -> None:
         """Applies the updates of the bucket's moving matrices."""
-        for matrix, change in zip(route.held, returning.wait()):
+        arriving = [self.home.bring(change) for change in returning.wait()]
+        for matrix, change in zip(route.held, arriving):
             row = self.rows[matrix.name]
             size = self._size(row, matrix.rows, matrix.cols)
-            self._apply(row, self._part(matrix, masters[matrix.name]), change, size, dials)
+            self._apply(row, self._part(matrix, masters[matrix.name]), change(), size, dials)
 
     def _orthogonalise(self, pieces: Iterable[Piece], dials: _Dials) -> None:
         by_shape: dict[tuple[object, ...], list[Piece]] = {}
         for piece in pieces:
             m = piece.matrices
             by_shape.setdefault((self._cut(piece.row), *m.shape[1:], m.dtype, m.device), []).append(piece)
+        finish = _nothing
         for same in by_shape.values():
             cut = self._cut(same[0].row)
             for batch in batches(same, 1 if cut is None else self.shards.tensor_size):
-                self._update(batch, cut, dials)
+                following = self._update(batch, cut, dials)
+                if self.home.offloaded:  # one batch is applied while the device works on the next
+                    finish()
+                    finish = following
+                else:
+                    following()
+        finish()
 
     def _space_for_report(self, name: str) -> Tensor:
-        if name in self.momentum:
-            return self.momentum[name].new_zeros(self._reported[name])
-        like = self.shards[name].parameter  # this rank owns matrices that others hold
+        like = self.shards[name].parameter
         dtype = torch.float32 if like.dtype == torch.bfloat16 else like.dtype
         return torch.zeros(self._reported[name], dtype=dtype, device=like.device)
 
@@ -186,13 +198,18 @@ class Muon:
         start, stop = (matrix.first + edge - shard.start for edge in matrix.span(shard.rank))
         return tensor.view(-1)[start:stop]
 
-    def _input(self, momentum: Tensor, gradient: Tensor, dials: _Dials, *, out: Tensor) -> None:
-        """What Newton-Schulz orthogonalises, element by element."""
-        if self.cfg.nesterov:
-            torch.mul(momentum, self.cfg.momentum, out=out)
-            out.add_(gradient, alpha=dials.scale)
-        else:
-            out.copy_(momentum)
+    def _advance(self, momentum: Tensor, gradient: Tensor, dials: _Dials, *, out: Tensor) -> None:
+        """The momentum of this step, and what Newton-Schulz orthogonalises into `out`; element by element, at home."""
+        gradient = self.home.bring(gradient)().to(momentum.dtype)
+        momentum.mul_(self.cfg.momentum).add_(gradient, alpha=dials.scale)
+        if not self.cfg.nesterov:
+            out.copy_(momentum, non_blocking=True)
+            return
+        here = out if out.device == momentum.device else self.home.empty_like(momentum)
+        torch.mul(momentum, self.cfg.momentum, out=here)
+        here.add_(gradient, alpha=dials.scale)
+        if here is not out:
+            out.copy_(here, non_blocking=True)
 
     def _apply(self, row: Row, weight: Tensor, change: Tensor, size: float, dials: _Dials) -> None:
         rate = dials.lr * row.lr_scale
@@ -216,13 +233,14 @@ class Muon:
     def _flops(self, name: str, run: Run) -> int:
         return flops(*self._sides(self.rows[name], run.rows, run.cols))
 
-    def _update(self, batch: list[Piece], cut: int | None, dials: _Dials) -> None:
+    def _update(self, batch: list[Piece], cut: int | None, dials: _Dials) -> Callable[[], None]:
+        """Orthogonalises the matrices; what is returned changes the weights of those that are held."""
         sizes, sides = [len(p.matrices) for p in batch], batch[0].matrices.shape[1:]
         size = self._size(batch[0].row, *sides)
-        stacked = batch[0].matrices.new_empty(sum(sizes), *sides)
+        stacked = torch.empty(sum(sizes), *sides, dtype=batch[0].matrices.dtype, device=self.shards.device)
         for piece, space in zip(batch, stacked.split(sizes)):
             if isinstance(piece, Held):
-                self._input(piece.momentum, piece.gradient, dials, out=space)
+                self._advance(piece.momentum, piece.gradient, dials, out=space)
             else:
                 space.copy_(piece.matrices)
         if cut is not None:
@@ -232,12 +250,19 @@ class Muon:
         rms = torch.linalg.vector_norm(update, dim=(-2, -1)) * (size / math.sqrt(update.shape[1] * update.shape[2]))
         if cut is not None:
             update = update.chunk(self.shards.tensor_size, dim=1 + cut)[self.shards.tensor_rank]
+        held = []
         for piece, change, change_rms in zip(batch, update.split(sizes), rms.split(sizes)):
+            torch.mul(change_rms, dials.lr * piece.row.lr_scale, out=piece.rms)
             if isinstance(piece, Held):
-                self._apply(piece.row, piece.weight, change, size, dials)
+                held.append((piece, self.home.bring(change)))
             else:
                 piece.matrices.copy_(change)
-            torch.mul(change_rms, dials.lr * piece.row.lr_scale, out=piece.rms)
+
+        def apply() -> None:
+            for piece, arrived in held:
+                self._apply(piece.row, piece.weight, arrived(), size, dials)
+
+        return apply
 
 
 def _by_name(lists: Iterable[Sequence[Matrix]]) -> dict[str, list[Matrix]]:

@@ -18,16 +18,18 @@ from torch import Tensor
 
 from optim import schedule, state
 from optim.adamw import AdamW
+from optim.adamw_kernels import describe
 from optim.config import OptimConfig
 from optim.grad_norm import clip_coefficient, squared_norm
 from optim.guard import Guard
+from optim.home import Home
 from optim.muon import Muon
 from optim.table import Table, assign
 from optim.weight_clip import check_targets, clip_weights
 from parallel.cards import CardTable
 from parallel.cards import Optimizer as Kind
 from parallel.clip import ClipTarget
-from parallel.shards import Shards
+from parallel.shards import Shard, Shards
 
 
 class Balancing(Protocol):
@@ -37,7 +39,7 @@ class Balancing(Protocol):
         """Takes the step's counts, over all ranks, into the biases and forgets them."""
 
     def reset(self) -> None:
-        """Forgets the step's counts: the step was skipped."""
+        """Forgets the step's counts, once they are reported: the step was skipped."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,11 @@ class Optimizer:
             if p.dtype not in (torch.bfloat16, torch.float32, torch.float64):
                 raise ValueError(f"{name} is {p.dtype}; the optimizer trains bfloat16, float32 and float64 parameters")
         self._parts = {n: shard for n, shard in shards.items() if shard.start < shard.stop}
-        # float32 copies where the working weight is bf16; everything else is its own master
-        self.masters = {n: s.weight.detach().float() for n, s in self._parts.items() if s.parameter.dtype == torch.bfloat16}
+        self.home = Home(cfg.offload, shards.device)
+        self.masters = {n: master for n, shard in self._parts.items() if (master := self._master(shard)) is not None}
         weights = self._weights()
-        self.muon = Muon(cfg.muon, self.table.of(Kind.MUON), weights, shards)
-        self.adamw = AdamW(cfg.adamw, self.table.of(Kind.ADAMW), weights)
+        self.muon = Muon(cfg.muon, self.table.of(Kind.MUON), weights, shards, self.home)
+        self.adamw = AdamW(cfg, self.table.of(Kind.ADAMW), weights, shards, self.home)
         check_targets(self.clip_targets, self.parameters)
         self.guard = Guard(cfg.guard)
         self._step = torch.zeros((), dtype=torch.int64)
@@ -126,8 +128,7 @@ class Optimizer:
         It does where `finite` (the losses were) is false on any rank. `loss` is the step's, in nats, alike on all ranks but for
         rounding. Every rank must call it. Weights are whole again on all of them afterwards.
         """
-        # offloaded gradients come back here; a gradient on the weight's device is not copied
-        gradients = {n: g.to(shard.parameter.device) for n, shard in self._parts.items() if (g := shard.gradient) is not None}
+        gradients = {n: g for n, shard in self._parts.items() if (g := shard.gradient) is not None}
         norm, finite, loss = self._agree(gradients, finite, loss)
         reason = self.guard.objection(finite=finite, loss=loss, norm=norm)
         lr = self.cfg.lr * schedule.factor(self.cfg.schedule, self.step_count, self.steps)
@@ -135,11 +136,10 @@ class Optimizer:
         self._step += 1
         if reason is not None:
             self._skipped += 1
-            for target in self.clip_targets:
-                target.reset()
+            seen = clip_weights(self.clip_targets, {}, self.shards, None)
             if self.balancing is not None:
                 self.balancing.reset()
-            return StepReport(self.step_count, lr, norm, scale, skipped=True, reason=reason)
+            return StepReport(self.step_count, lr, norm, scale, skipped=True, max_logit=seen.max_logit, reason=reason)
 
         weights = self._weights()
         decay = self.cfg.weight_decay
@@ -158,7 +158,7 @@ class Optimizer:
         on every rank, and the ranks' mean loss (tensor ranks may have rounded it differently).
         """
         counted = [g for n, g in gradients.items() if self.shards[n].counted]
-        values = torch.zeros(4, dtype=torch.float64, device=next(iter(self.parameters.values())).device)
+        values = torch.zeros(4, dtype=torch.float64, device=self.shards.device)
         values[0] = squared_norm(counted)
         values[1] = float(not finite)
         if loss is not None:
@@ -180,12 +180,30 @@ class Optimizer:
         Raises StateError, changing nothing, where names are missing or unknown or a shape or dtype differs.
         """
         state.restore(self, tensors)
+        for name, master in self.masters.items():
+            if not state.is_rounded(self._parts[name]):
+                master.copy_(self._parts[name].weight)  # the state does not hold it twice
         self._publish(self.masters)
 
     def describe(self) -> str:
-        """The printable parameter -> optimizer table, and how the ranks of this pipeline stage share Muon's work."""
-        balance = self.muon.balance
-        return self.table.describe() + ("" if balance is None else f"\n{balance.describe()}")
+        """The printable parameter -> optimizer table, AdamW's kernel, what is offloaded, and how ranks share Muon's work."""
+        lines = [self.table.describe()]
+        if self.adamw.rows:
+            lines.append(f"AdamW by {describe(self.adamw.kernel)}")
+        if self.home.offloaded:
+            held, freed = state.offloaded_bytes(self)
+            lines.append(
+                f"offloaded: {held / 1e6:.3g} MB of masters and moments in CPU memory, {freed / 1e6:.3g} MB spared the device"
+            )
+        if self.muon.balance is not None:
+            lines.append(self.muon.balance.describe())
+        return "\n".join(lines)
+
+    def _master(self, shard: Shard) -> Tensor | None:
+        """The tensor that is updated in place of the weight: float32 for a bf16 one; None where the weight is its own master."""
+        if not state.is_rounded(shard) and not self.home.offloaded:
+            return None
+        return self.home.empty_like(shard.weight, torch.float32 if state.is_rounded(shard) else None).copy_(shard.weight)
 
     def _weights(self) -> dict[str, Tensor]:
         """What is updated: masters where there are some. Looked up at each step: buffers may have replaced a tensor's data."""
@@ -196,14 +214,17 @@ class Optimizer:
         """Masters to working weights, which every rank then has whole."""
         chosen = [n for n in self.masters if n in names]
         if chosen:
-            torch._foreach_copy_([self._parts[n].weight for n in chosen], [self.masters[n] for n in chosen])
+            weights, masters = [self._parts[n].weight for n in chosen], [self.masters[n] for n in chosen]
+            # from pinned memory: nothing writes to the masters before the next step, which reads this device first
+            torch._foreach_copy_(weights, masters, non_blocking=True)
         self.shards.sync()
 
 
 def _validate(cfg: OptimConfig) -> None:
     rules = [
-        ("lr", cfg.lr, cfg.lr > 0, "must be above 0"),
+        ("lr", cfg.lr, 0 < cfg.lr < math.inf, "must be above 0"),
         ("weight_decay", cfg.weight_decay, cfg.weight_decay >= 0, "must not be negative"),
+        ("weight_decay", cfg.weight_decay, cfg.weight_decay * cfg.lr < 1, "must be below 1 / optim.lr"),
         ("grad_clip", cfg.grad_clip, cfg.grad_clip >= 0, "must not be negative; 0 switches clipping off"),
         ("clip.tau", cfg.clip.tau, cfg.clip.tau > 0, "must be above 0; optim.clip.enabled=false switches it off"),
         ("guard.window", cfg.guard.window, cfg.guard.window >= 2, "must be at least 2 steps"),

@@ -11,7 +11,8 @@ def factor(cfg: ScheduleConfig, step: int, steps: int) -> float:
     """What multiplies `optim.lr` at `step` (from 0) of a run of `steps`.
 
     Linear warm-up over max(1, round(warmup * steps)) steps that ends at 1; then cosine or constant, or (wsd) constant and
-    a linear decay over the last round(decay * steps) steps. The last step, and any later one, is at `min_lr` (constant: 1).
+    a linear decay over the last round(decay * steps) steps. The last step, and any later one, is at `min_lr` (constant: 1), but
+    for a warm-up that takes all steps.
     """
     warmup = max(1, round(cfg.warmup * steps))
     done = min(step + 1, steps)
@@ -34,5 +35,7 @@ def validate(cfg: ScheduleConfig, steps: int) -> None:
     for name in ("warmup", "min_lr", "decay"):
         if not 0.0 <= getattr(cfg, name) <= 1.0:
             raise ValueError(f"optim.schedule.{name}={getattr(cfg, name)} must be a fraction, 0 to 1")
+    if cfg.name is ScheduleName.wsd and cfg.decay == 0:
+        raise ValueError("optim.schedule.decay=0.0: wsd decays at the end; give optim.schedule.name=constant for none")
     if cfg.name is ScheduleName.wsd and cfg.warmup + cfg.decay > 1.0:
         raise ValueError(f"optim.schedule.warmup={cfg.warmup} and decay={cfg.decay} overlap; their sum must not exceed 1")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parallel.shards import Shard
+
 if TYPE_CHECKING:
     from optim.optimizer import Optimizer
 
@@ -16,22 +18,44 @@ class StateError(ValueError):
     """A saved state that does not fit this optimizer; the message lists every name."""
 
 
+def is_rounded(shard: Shard) -> bool:
+    """Whether a master holds more than the weight does."""
+    return shard.parameter.dtype == torch.bfloat16
+
+
 def collect(optimizer: Optimizer) -> dict[str, Tensor]:
     """`step`, `skipped`, `guard.*`, per parameter `.momentum` | `.exp_avg`, `.exp_avg_sq`, `.updates`, and `.master` for bf16.
 
     Of this rank's part alone: shaped like the parameter where that is the whole, flat where it is cut, absent where it is empty.
+    The same with and without `optim.offload`: a master of a wider weight would only repeat the model.
     """
-    kinds = {
+    out = optimizer.counters() | optimizer.guard.tensors()
+    for name in optimizer.parameters:
+        for kind, tensors in _of_parameters(optimizer).items():
+            if name in tensors and (kind != "master" or is_rounded(optimizer.shards[name])):
+                out[f"{name}.{kind}"] = tensors[name]
+    return out
+
+
+def offloaded_bytes(optimizer: Optimizer) -> tuple[int, int]:
+    """(bytes of this rank's masters and moments, how many of them its weights' device is spared), with `optim.offload=cpu`.
+
+    Nothing is spared where the device is the CPU itself; nor are masters that only offloading takes.
+    """
+    state = [t for kind, tensors in _of_parameters(optimizer).items() if kind != "updates" for t in tensors.values()]
+    held = sum(t.nbytes for t in state if t.device == optimizer.home.device)
+    extra = sum(t.nbytes for n, t in optimizer.masters.items() if not is_rounded(optimizer.shards[n]))
+    return held, 0 if optimizer.shards.device == optimizer.home.device else held - extra
+
+
+def _of_parameters(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    return {
         "master": optimizer.masters,
         "momentum": optimizer.muon.momentum,
         "exp_avg": optimizer.adamw.exp_avg,
         "exp_avg_sq": optimizer.adamw.exp_avg_sq,
         "updates": optimizer.adamw.updates,
     }
-    out = optimizer.counters() | optimizer.guard.tensors()
-    for name in optimizer.parameters:
-        out |= {f"{name}.{kind}": tensors[name] for kind, tensors in kinds.items() if name in tensors}
-    return out
 
 
 @torch.no_grad()

@@ -34,8 +34,8 @@ def clip_weights(targets: Sequence[ClipTarget], weights: Mapping[str, Tensor], s
     names, rows = _clip_own(targets, weights, shards, tau) if targets else (set(), [])
     count, largest = sum(row[0] for row in rows), max((row[1] for row in rows), default=float("-inf"))
     if shards.pipeline_size > 1:
-        device = next(iter(weights.values())).device
-        stages = shards.over_pipeline_ranks(torch.tensor([count, largest], dtype=torch.float64, device=device)).tolist()
+        own = torch.tensor([count, largest], dtype=torch.float64, device=shards.device)
+        stages = shards.over_pipeline_ranks(own).tolist()
         count, largest = sum(row[0] for row in stages), max(row[1] for row in stages)
     return Clipped(int(count), None if largest == float("-inf") else largest, frozenset(names))
 
@@ -73,7 +73,7 @@ def _shrink(target: ClipTarget, logits: Tensor, weights: Mapping[str, Tensor], s
         (target.key_value, target.nope, 0, target.value),
     ):
         if name in weights:  # else this rank's part is empty
-            g = gamma.to(weights[name].dtype).unsqueeze(1)
+            g = gamma.to(weights[name].device, weights[name].dtype).unsqueeze(1)
             by_row = torch.cat([g.sqrt().expand(-1, own), g.expand(-1, shared), torch.ones_like(g).expand(-1, kept)], 1)
             _scale_rows(weights[name], by_row.flatten(), shards[name])
 

@@ -102,12 +102,24 @@ class Shards(Mapping[str, Shard]):
         return len(self._shards)
 
     @property
+    def device(self) -> torch.device:
+        """Of the weights, and of what ranks exchange."""
+        if self.world is not None:
+            return self.world.device
+        return next(iter(self._shards.values())).parameter.device
+
+    @property
     def tensor_size(self) -> int:
         return 1 if self.world is None else self.world.groups.tp.size()
 
     @property
     def tensor_rank(self) -> int:
         return 0 if self.world is None else self.world.groups.tp.rank()
+
+    @property
+    def expert_place(self) -> tuple[int, int]:
+        """(how many ranks hold other experts, this one's number)"""
+        return (1, 0) if self.world is None else (self.world.groups.ep.size(), self.world.groups.ep.rank())
 
     @property
     def pipeline_size(self) -> int:
@@ -126,6 +138,16 @@ class Shards(Mapping[str, Shard]):
         if self.world is not None and self.world.size > 1:
             dist.all_reduce(values)
         return values
+
+    def range(self, value: int | None) -> tuple[int, int]:
+        """The least and the largest of the values that ranks of the model and its replicas give; (0, 0) where none gives one."""
+        if self.world is None or self.world.size == 1:
+            return (value or 0,) * 2
+        none = -torch.iinfo(torch.int64).max
+        ends = torch.tensor([none, none] if value is None else [-value, value], device=self.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        lowest, highest = ends.tolist()
+        return (0, 0) if highest == none else (-lowest, highest)
 
     def over_data_ranks(self, values: Tensor) -> Tensor:
         """The values of every data and context rank, [ranks, *shape]."""

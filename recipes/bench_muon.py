@@ -25,7 +25,8 @@ import k3
 import optim
 from k3.cards import describe
 from k3.config import K3Config
-from optim.config import MuonConfig, MuonPrecision, OptimConfig
+from optim.config import MuonConfig, MuonPrecision, Offload, OptimConfig
+from optim.home import Home
 from optim.muon import Muon
 from optim.table import assign, assigned
 from parallel.cards import Blocks, Card, CardTable, Optimizer, Placement, Published, TensorAxis, heads
@@ -163,7 +164,8 @@ def _ours(
     table = CardTable({c.name: c for c in cards}, dict(weights))
     cfg = MuonConfig(per_head=per_head, precision=precision)
     rows = assign(table, OptimConfig(muon=cfg)).of(Optimizer.MUON)
-    muon = Muon(cfg, rows, weights, Shards.whole(table))
+    shards = Shards.whole(table)
+    muon = Muon(cfg, rows, weights, shards, Home(Offload.none, shards.device))
 
     def step() -> object:
         return muon.step(weights, gradients, lr=LR, decay=DECAY, scale=1.0)

@@ -50,6 +50,7 @@ BENCHES = {
     "muon": "recipes.bench_muon:run",
     "balance": "recipes.bench_balance:run",
     "owners": "recipes.bench_owners:run",
+    "offload": "recipes.bench_offload:run",
 }
 
 VERBS = {

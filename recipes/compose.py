@@ -63,7 +63,7 @@ def _refuse_idle(cfg: Config, words: Sequence[Override], job: str) -> None:
     groups = [w.input_line for w in words if w.key_or_group in GROUPS and w.input_line]
     default = _from_hydra(job, groups)
     changed = [k for w in words if (k := w.key_or_group) not in GROUPS and get(cfg, k) != get(default, k)]
-    if lines := without_effect(cfg, changed):
+    if lines := without_effect(cfg, changed, job):
         raise UserError("\n".join(lines))
 
 
@@ -160,12 +160,7 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
     Whether a run may be continued with that is for recipes/run_folder.py to say, which also knows what is in the folder.
     """
     for word in words:
-        key = word.key_or_group
-        if key in ("model", "parallel", "activations"):  # an option sets all of the section; in the other groups it sets the name
-            _set(base, key, get(typed, key))
-        else:
-            key = f"{key}.name" if key in GROUPS else key
-            _set(base, key, get(typed, key))
+        _set(base, word.key_or_group, get(typed, word.key_or_group))  # an option sets all of its section
     base.run.dir = str(folder)
     return base
 

@@ -17,7 +17,7 @@ from k3.activations import OPTIONS as ACTIVATIONS
 from k3.activations import ActivationConfig
 from k3.config import K3Config
 from k3.presets import PRESETS, nano
-from optim.config import OptimConfig, OptimizerName
+from optim.config import MuonConfig, OptimConfig, OptimizerName
 from parallel.config import ParallelConfig
 
 
@@ -130,7 +130,10 @@ JOBS: dict[str, tuple[str, ...]] = {
 # group -> option -> its values: what `model=nano` chooses from
 GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     "model": dict(PRESETS),
-    "optim": {name.name: partial(OptimConfig, name=name) for name in OptimizerName},
+    "optim": {
+        **{name.name: partial(OptimConfig, name=name) for name in OptimizerName},
+        "muonclip": partial(OptimConfig, muon=MuonConfig(per_head=False)),  # as Kimi K2 was trained: whole matrices, and QK-Clip
+    },
     "precision": {name.name: partial(PrecisionConfig, name=name) for name in Precision},
     "parallel": {
         "single": ParallelConfig,

@@ -12,7 +12,7 @@ class UserError(Exception):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` most likely meant; a dotted key also matches by its last part (`lr` -> `optim.lr`)."""
+    """The known name that `word` most likely meant, if any; a dotted key also matches by its last part (`lr` -> `optim.lr`)."""
     names = list(known)
     for name in names:
         if name.lower() == word.lower():
@@ -21,12 +21,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     tails = [name for name in names if name.rsplit(".", 1)[-1] == last]
     if tails:
         return difflib.get_close_matches(word, tails, n=1, cutoff=0.0)[0]
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return close[0] if close else None
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`; the nearest is X`, or nothing where nothing is known."""
+    """`; the nearest is X`, or nothing where nothing is near."""
     name = nearest(word, known)
     return f"; the nearest is {name}" if name else ""
 

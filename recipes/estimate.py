@@ -16,7 +16,7 @@ from recipes.memory import Memory, RankMemory, StageMemory, account
 DATA_KEYS = ("data.seq_length", "data.micro_batch_size", "data.batch_size")
 COLUMNS = (
     "stage", "rank", "holds", "parameters", "weights", "gradients", "optimizer", "a micro-batch", "in flight", "activations",
-    "rows", "loss", "buffers", "total",
+    "rows", "loss", "buffers", "total", "in CPU memory",
 )  # fmt: skip
 
 
@@ -54,13 +54,14 @@ def table(cfg: Config, ranks: Sequence[RankMemory]) -> list[str]:
     """Stages in the model's order, then ranks; all for one rank of the tensor, context, expert and data axes."""
     stages = sorted((stage for rank in ranks for stage in rank.stages), key=lambda stage: stage.number)
     last = len(stages) - 1
+    columns = len(COLUMNS) - (not any(rank.memory.offloaded for rank in ranks))
     rows: list[Sequence[str]] = [COLUMNS]
     for s in stages:
         rows.append((str(s.number), str(s.rank), holds(cfg.model, s, last), *_cells(s.memory, s.per_micro_batch, s.in_flight)))
     for r in ranks:
         numbers = "stages " if len(r.stages) > 1 else "stage "
         rows.append(("", str(r.rank), numbers + ", ".join(str(s.number) for s in r.stages), *_cells(r.memory)))
-    lines = aligned(rows)
+    lines = aligned([row[:columns] for row in rows])
     return [*lines[: len(stages) + 1], "", *lines[len(stages) + 1 :]]
 
 
@@ -99,5 +100,5 @@ def _cells(m: Memory, per_micro_batch: int | None = None, in_flight: int | None 
         *(size(x) for x in (m.weights, m.gradients, m.optimizer)),
         "" if per_micro_batch is None else size(per_micro_batch),
         "" if in_flight is None else str(in_flight),
-        *(size(x) for x in (m.activations, m.rows, m.loss, m.buffers, m.total)),
+        *(size(x) for x in (m.activations, m.rows, m.loss, m.buffers, m.total, m.offloaded)),
     )

@@ -13,6 +13,7 @@ from k3 import memory as activations
 from k3.cards import describe
 from k3.layout import holder
 from k3.memory import Share
+from optim.config import Offload
 from optim.memory import state_bytes
 from parallel.cards import Card, Group, Optimizer
 from parallel.config import ParallelConfig
@@ -35,9 +36,11 @@ class Memory:
     rows: int  # of Attention Residuals that came from other ranks, as the next of all micro-batches in flight
     loss: int  # head and probabilities; logits or their gradient for a moment
     buffers: int  # payloads, the largest parameter's gradient before it is added up, router counts
+    offloaded: int  # in CPU memory: the optimizer's with optim.offload=cpu, gradients with parallel.offload_gradients
 
     @property
     def total(self) -> int:
+        """On the device."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.rows + self.loss + self.buffers
 
 
@@ -67,6 +70,7 @@ class _State:
     gradients: int = 0
     shard: int = 0  # of the gradients, what the rank updates
     optimizer: int = 0
+    offloaded: int = 0
     largest: int = 0  # parameter
 
 
@@ -103,6 +107,7 @@ def account(cfg: Config, *, documents: int = 2) -> list[RankMemory]:
                 buffers=activations.payloads(cfg.model, share, layers, number)
                 + activations.standing(cfg.model, share, layers[number], last=last)
                 + state.largest,
+                offloaded=state.offloaded,
             )
             stages.append(StageMemory(number, rank, layers[number], cost, count, memory))
         ranks.append(RankMemory(rank, tuple(stages), _together(cfg, layers, share, stages, states)))
@@ -157,6 +162,7 @@ def _state(cards: list[Card], cfg: Config, layout: ParallelConfig, width: int) -
         total["weights"] += count * card.dtype.width(width)
         total["gradients"] += count * gradient
         total["shard"] += part * gradient
-        total["optimizer"] += state_bytes(card, part, cfg.optim, width)
+        total["offloaded" if cfg.optim.offload is Offload.cpu else "optimizer"] += state_bytes(card, part, cfg.optim, width)
+        total["offloaded"] += part * gradient if layout.offload_gradients else 0
         total["largest"] = max(total["largest"], count * card.dtype.width(width))
     return _State(**total)

@@ -57,7 +57,8 @@ def _refuse_unknown(word: str, key: str, known: dict[str, Any]) -> NoReturn:
         raise UserError(f"{word}: {key} is a section; give one of {', '.join(inside)}")
     if key.startswith("hydra"):
         raise UserError(f"{word}: Hydra's own keys are not read; the folder of a run is run.dir")
-    raise UserError(f"{word}: there is no key {key or '(empty)'}{suggestion(key, [*known, *GROUPS])}")
+    names = [*known] if "." in key else [*known, *GROUPS]
+    raise UserError(f"{word}: there is no key {key or '(empty)'}{suggestion(key, names) or '; k3 VERB --help lists all keys'}")
 
 
 def explain(error: Exception, overrides: list[str]) -> NoReturn:

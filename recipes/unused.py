@@ -24,6 +24,7 @@ def _undivided(cfg: Config) -> bool:
     return layout.zero == 0 or (ranks == layout.tp and (ranks == layout.ep or not cfg.model.moe.experts))
 
 
+SPIKES = ("window", "deviations", "grad_norm", "loss")  # of optim.guard: when a step is one
 # a key or section -> (is it without effect?, why)
 RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.kda": (lambda c: c.model.attention is Attention.mla, "model.attention=mla has no KDA layers"),
@@ -42,15 +43,16 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
     "optim.router": (lambda c: not c.model.moe.experts, "model.moe.experts=0 has no router"),
     "optim.muon": (lambda c: c.optim.name is OptimizerName.adamw, "optim=adamw uses no Muon"),
     "optim.muon.distribution": (_undivided, "ZeRO has no replicas to cut matrices over; give parallel.dp and parallel.zero=1"),
+    "optim.muon.nesterov": (lambda c: c.optim.muon.momentum == 0, "optim.muon.momentum=0 has no momentum to look ahead with"),
     "optim.clip.tau": (lambda c: not c.optim.clip.enabled, "optim.clip.enabled=false clips nothing"),
     **{
         f"optim.guard.{key}": (lambda c: not c.optim.guard.enabled, "optim.guard.enabled=false looks for no spikes")
-        for key in ("window", "min_steps", "deviations", "grad_norm", "loss")
+        for key in ("min_steps", *SPIKES)
     },
     "optim.schedule.decay": (lambda c: c.optim.schedule.name is not ScheduleName.wsd, "only optim.schedule.name=wsd decays late"),
     "optim.schedule.min_lr": (
-        lambda c: c.optim.schedule.name is ScheduleName.constant,
-        "a constant schedule never decays",
+        lambda c: c.optim.schedule.name is ScheduleName.constant or c.optim.schedule.warmup == 1,
+        "the learning rate never decays",
     ),
     **{
         f"data.ramp.{key}": (lambda c: c.data.ramp.start is None, "data.ramp.start=null has no ramp")
@@ -71,11 +73,14 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
 }
 
 
-def without_effect(cfg: Config, changed: Iterable[str]) -> list[str]:
-    """One line for each of the `changed` keys (those whose typed value differs from the default) that nothing would read."""
+def without_effect(cfg: Config, changed: Iterable[str], job: str) -> list[str]:
+    """One line for each of the `changed` keys (those whose typed value differs from the default) that `k3 JOB` would not read."""
+    steps, guard = cfg.prove.steps if job == "prove" else cfg.run.steps, cfg.optim.guard
+    short = steps <= guard.min_steps, f"a run of {steps} steps has no spikes before optim.guard.min_steps={guard.min_steps}"
+    rules = [*RULES.items(), *((f"optim.guard.{key}", (lambda c: short[0], short[1])) for key in SPIKES)]
     lines = []
     for key in changed:
-        for place, (idle, why) in RULES.items():
+        for place, (idle, why) in rules:
             inside = key == place or key.startswith(place + ".")
             if inside and key != "model.moe.experts" and idle(cfg):
                 lines.append(f"{key}: has no effect, because {why}; leave it out")

@@ -14,6 +14,7 @@ from data.config import validate as validate_data
 from data.errors import DataError
 from k3.config import ConfigError
 from k3.layout import check_layout
+from optim.config import OptimizerName, RouterOptimizer, ScheduleName
 from parallel.config import ParallelConfig, ParallelError, check_sizes, data_parallel_size, world_size
 from parallel.stages import group_size
 from recipes import processes
@@ -186,6 +187,10 @@ def _optim(cfg: Config) -> Iterator[Refusal]:
     for name, value in (("lr", o.lr), ("muon.scale", o.muon.scale), ("adamw.eps", o.adamw.eps), ("clip.tau", o.clip.tau)):
         if not value > 0:  # also refuses nan
             yield f"optim.{name}", value, "must be positive"
+    if o.lr > 0 and o.lr * o.weight_decay >= 1:
+        yield "optim.weight_decay", o.weight_decay, f"must be below 1 / optim.lr = {1 / o.lr:g}: a step would turn weights around"
+    if o.name is OptimizerName.adamw and o.router.optimizer is RouterOptimizer.muon:
+        yield "optim.router.optimizer", o.router.optimizer, "contradicts optim=adamw; leave it at adamw or give optim=muon"
     for name, value in (("weight_decay", o.weight_decay), ("grad_clip", o.grad_clip), ("router.lr_scale", o.router.lr_scale)):
         if not value >= 0:
             yield f"optim.{name}", value, "must be at least 0"
@@ -196,6 +201,14 @@ def _optim(cfg: Config) -> Iterator[Refusal]:
     for name, value in (("warmup", s.warmup), ("min_lr", s.min_lr), ("decay", s.decay)):
         if not 0 <= value <= 1:
             yield f"optim.schedule.{name}", value, "is a fraction: must lie in [0, 1]"
+    if s.name is ScheduleName.wsd and s.decay <= 0:
+        yield (
+            "optim.schedule.decay",
+            s.decay,
+            "wsd decays at the end: must be above 0; give optim.schedule.name=constant for none",
+        )
+    if s.name is ScheduleName.wsd and s.warmup + s.decay > 1:
+        yield "optim.schedule.decay", s.decay, f"overlaps with optim.schedule.warmup={s.warmup}: their sum must not exceed 1"
     g = o.guard
     for name, ratio in (("grad_norm", g.grad_norm), ("loss", g.loss)):
         if not ratio > 1:

@@ -21,7 +21,9 @@ from recipes.trainer import Callback, Progress, StepResult, Trainer
 
 
 class Checkpoints(Callback):
-    """Writes `folder/step_N` every `every` steps (0: only at the end). `facts` goes into its state.json."""
+    """Writes `folder/step_N` every `every` steps (0: only at the end), or after the skipped steps there. `facts` goes into its
+    state.json.
+    """
 
     def __init__(self, folder: Path, *, every: int, keep_last: int, facts: dict[str, Any]):
         self.folder = folder
@@ -29,14 +31,17 @@ class Checkpoints(Callback):
         self.keep_last = keep_last
         self.facts = facts
         self.good: _Moment | None = None
+        self.due = False
 
     def start(self, trainer: Trainer) -> None:
         self.good = _Moment(trainer)
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
-        # not amid skipped steps: if they lead to nothing, the last checkpoint is from before them
-        if self.every > 0 and result.step % self.every == 0 and not result.report.skipped:
+        self.due |= self.every > 0 and result.step % self.every == 0
+        # not amid skipped steps but after them: if they lead to nothing, the last checkpoint is from before
+        if self.due and not result.report.skipped:
             self.save(trainer)
+            self.due = False
         if not result.report.skipped:
             self.good = _Moment(trainer)
 

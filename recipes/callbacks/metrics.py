@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,10 +56,12 @@ def update_rms(rms: Mapping[str, Tensor], per_head: Set[str]) -> dict[str, Any]:
     }
 
 
-def update_rms_of_all(rms: Mapping[str, Tensor], world: World, *, detailed: bool) -> dict[str, Any]:
-    """The same over the blocks of all ranks, but not per head, because a rank does not know which heads it has updated.
+def update_rms_of_all(
+    rms: Mapping[str, Tensor], blocks: Mapping[str, Sequence[int]], per_head: Set[str], world: World, *, detailed: bool
+) -> dict[str, Any]:
+    """The same over the blocks of all ranks, per parameter and head if `detailed`. Every rank must call it.
 
-    Per parameter if `detailed`. Every rank must call it.
+    blocks: which of a parameter's blocks this rank's values are.
     """
     inf = float("inf")
     lowest = min((float(value.min()) for value in rms.values()), default=inf)
@@ -77,6 +79,12 @@ def update_rms_of_all(rms: Mapping[str, Tensor], world: World, *, detailed: bool
                 before = sums.get(name, (0.0, 0))
                 sums[name] = (before[0] + total, before[1] + count)
         found |= {f"update_rms/mean/{name}": _short(sums[name][0] / sums[name][1]) for name in sorted(sums, key=by_number)}
+        heads: dict[str, dict[int, float]] = {}
+        own = {name: dict(zip(blocks[name], value.tolist())) for name, value in rms.items() if name in per_head}
+        for of_rank in gather(world, own):
+            for name, values in of_rank.items():
+                heads.setdefault(name, {}).update(values)
+        found["update_rms/heads"] = {n: [_short(heads[n][i]) for i in sorted(heads[n])] for n in sorted(heads, key=by_number)}
     return found
 
 
@@ -94,7 +102,7 @@ class Metrics(Callback):
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
         detailed = result.step % max(1, trainer.steps // DETAILED) == 0
-        result.metrics = scalars(result, trainer) | self._update_rms(trainer.objective.world, result, detailed) | result.metrics
+        result.metrics = scalars(result, trainer) | self._update_rms(trainer, result, detailed) | result.metrics
         if not detailed:
             result.metrics = {key: value for key, value in result.metrics.items() if not key.startswith(DETAIL)}
         if self.file is not None:
@@ -102,12 +110,13 @@ class Metrics(Callback):
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             self.file.flush()
 
-    def _update_rms(self, world: World, result: StepResult, detailed: bool) -> dict[str, Any]:
+    def _update_rms(self, trainer: Trainer, result: StepResult, detailed: bool) -> dict[str, Any]:
+        world = trainer.objective.world
         if world.size == 1:
             return update_rms(result.report.update_rms, self.per_head)
         if result.report.skipped:
             return {}
-        return update_rms_of_all(result.report.update_rms, world, detailed=detailed)
+        return update_rms_of_all(result.report.update_rms, trainer.optimizer.muon.blocks, self.per_head, world, detailed=detailed)
 
     def close(self, trainer: Trainer) -> None:
         if self.file is not None:

@@ -82,7 +82,7 @@ class Report:
 def compare(reference: Trace, layout: Trace, tolerances: Tolerances) -> Report:
     """`reference` is the single process, `layout` what is judged."""
     t = tolerances
-    skipped = [f"step {s + 1} was skipped: its loss or gradient norm is not finite" for s, x in enumerate(layout.skipped) if x]
+    skipped = list(_skipped(reference, layout))
     routes = list(_routes(reference, layout))
     routed = sum(gaps.numel() for gaps in reference.gaps.values())
     return Report(
@@ -113,6 +113,15 @@ def relative(a: float | Tensor, b: float | Tensor) -> float:
     if size:
         return difference / size
     return math.inf if (x != y).any() else 0.0  # the norm of the tiniest numbers is zero, too
+
+
+def _skipped(reference: Trace, layout: Trace) -> Iterator[str]:
+    """Complaints about steps that were skipped on one side alone, or because something was not finite."""
+    for step, (theirs, own) in enumerate(zip(reference.skipped, layout.skipped, strict=True)):
+        if own and (theirs is None or "not finite" in own):
+            yield f"step {step + 1} was skipped: {own}"
+        elif theirs and not own:
+            yield f"step {step + 1} was skipped by the single process alone: {theirs}"
 
 
 def miscounted(trace: Trace, who: str) -> Iterator[str]:

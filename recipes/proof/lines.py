@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from k3.activations import Save
+from optim.config import Offload
 from parallel.config import sequence_parallel, world_size
 from parallel.stages import group_size, split_layers
 from recipes.config import Config
@@ -33,6 +34,8 @@ def heading(cfg: Config) -> Iterator[str]:
         groups = f"; groups of {group_size(p, b.accumulation)} micro-batches" if p.vpp > 1 else ""
         warmup = ", sends overlapped in warm-up and flush too" if p.overlap_warmup else ""
         yield f"stages      {sizes} layers{groups}{warmup}{', reduced gradients in CPU memory' if p.offload_gradients else ''}"
+    if cfg.optim.offload is Offload.cpu:
+        yield "offloaded   masters and moments in CPU memory"
     if world_size(p) == 1:
         yield "            one process compared with itself: give parallel sizes, such as parallel.tp=2"
     if again := [f.name for f in dataclasses.fields(cfg.activations) if getattr(cfg.activations, f.name) is Save.recompute]:

@@ -88,7 +88,7 @@ class Recorder(Callback):
     def step(self, trainer: Trainer, result: StepResult) -> None:
         self.trace.losses.append(result.losses)
         self.trace.grad_norms.append(result.report.grad_norm)
-        self.trace.skipped.append(result.report.skipped)
+        self.trace.skipped.append(result.report.reason)
         self.loads.append({b.name: b.load.clone() for b in k3.balancing(self.model)})
 
     def finish(self) -> Trace:

@@ -28,7 +28,7 @@ class Trace:
     processes: int
     losses: list[list[float]] = field(default_factory=list)  # by step: next token, then each MTP layer
     grad_norms: list[float] = field(default_factory=list)  # by step
-    skipped: list[bool] = field(default_factory=list)  # by step
+    skipped: list[str | None] = field(default_factory=list)  # by step: why, or None where it was taken
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step, by parameter
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last step, router biases included
     bins: dict[str, float] = field(default_factory=dict)  # by router bias: the width of its histogram's bins, its resolution

@@ -216,9 +216,9 @@ def overlap(layout: ParallelConfig) -> list[tuple[str, int]]:
         setattr(Exchange, name, logged)
     real = Muon._update
 
-    def update(self: Muon, batch: Any, *rest: Any) -> None:
+    def update(self: Muon, batch: Any, *rest: Any) -> Any:
         log.append(("compute", -1))
-        real(self, batch, *rest)
+        return real(self, batch, *rest)
 
     Muon._update = update  # type: ignore[method-assign, assignment]
     parts = {n: s for n, s in model.shards.items() if s.start < s.stop}
@@ -239,6 +239,7 @@ def _facts(optimizer: Optimizer, shards: Shards, reports: list[StepReport], worl
         "parts": {n: (s.start, s.stop) for n, s in shards.items()},
         "state": {n: tuple(t.shape) for n, t in state.items()},
         "reports": reports,
+        "blocks": optimizer.muon.blocks,
         "owned": [(m.name, m.place) for m in owned],
         "pieces": [len(m.pieces) for m in owned],
     }

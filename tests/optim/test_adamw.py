@@ -5,12 +5,20 @@ import torch
 
 from optim import adamw as module
 from optim.adamw import AdamW
-from optim.config import AdamWConfig, OptimConfig, OptimizerName, RouterConfig
+from optim.config import Offload, OptimConfig, OptimizerName, RouterConfig
+from optim.home import Home
 from optim.table import assign
 from parallel.cards import Optimizer
+from parallel.shards import Shards
 from tests.optim import cases
 
 EVEN = OptimConfig(router=RouterConfig(lr_scale=1.0))  # one learning rate for all
+
+
+def _adamw(tensors: dict[str, torch.nn.Parameter], weights: dict[str, torch.Tensor], cfg: OptimConfig = EVEN) -> AdamW:
+    cards = cases.table(tensors)
+    home = Home(Offload.none, torch.device("cpu"))
+    return AdamW(cfg, assign(cards, cfg).of(Optimizer.ADAMW), weights, Shards.whole(cards), home)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -19,9 +27,8 @@ def test_equals_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit
     monkeypatch.setattr(module, "BATCH_ELEMENTS", limit)
     ours, theirs = cases.parameters(dtype), cases.parameters(dtype)
     cards = cases.table(ours)
-    rows = assign(cards, OptimConfig(name=OptimizerName.adamw, router=EVEN.router)).of(Optimizer.ADAMW)
     weights = {n: p.data for n, p in ours.items()}
-    optimizer = AdamW(AdamWConfig(), rows, weights)
+    optimizer = _adamw(ours, weights, OptimConfig(name=OptimizerName.adamw, router=EVEN.router))
     groups = [
         {"params": [p for n, p in theirs.items() if cards[n].decay == decays], "weight_decay": 0.1 if decays else 0.0}
         for decays in (True, False)
@@ -39,7 +46,7 @@ def test_equals_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit
 def test_a_late_gradient_starts_like_a_fresh_one() -> None:
     tensors = cases.parameters()
     weights = {n: p.data for n, p in tensors.items()}
-    optimizer = AdamW(AdamWConfig(), assign(cases.table(tensors), EVEN).of(Optimizer.ADAMW), weights)
+    optimizer = _adamw(tensors, weights)
     norm, router = "layers.0.norm.weight", "layers.0.router.weight"
     before = weights[norm].clone()
     for _ in range(5):
@@ -53,7 +60,7 @@ def test_a_zero_gradient_does_nothing_but_decay() -> None:
     tensors = cases.parameters(torch.float64)
     weights = {n: p.data for n, p in tensors.items()}
     before = {n: w.clone() for n, w in weights.items()}
-    optimizer = AdamW(AdamWConfig(), assign(cases.table(tensors), EVEN).of(Optimizer.ADAMW), weights)
+    optimizer = _adamw(tensors, weights)
     optimizer.step(weights, {n: torch.zeros_like(w) for n, w in weights.items()}, lr=0.01, decay=0.1, scale=1.0)
     assert torch.equal(weights["layers.0.norm.weight"], before["layers.0.norm.weight"])
     torch.testing.assert_close(weights["layers.0.router.weight"], before["layers.0.router.weight"] * (1 - 0.001))

@@ -28,7 +28,8 @@ def _guard(cfg: GuardConfig, losses: list[float], norms: list[float]) -> Guard:
 def test_what_is_not_finite_is_refused_from_the_first_step_and_switched_off_too() -> None:
     for cfg in (QUICK, replace(QUICK, enabled=False)):
         guard = Guard(cfg)
-        assert guard.objection(finite=False, loss=math.nan, norm=1.0) == "the loss is not finite"
+        assert guard.objection(finite=False, loss=1.0, norm=1.0) == "the loss is not finite"
+        assert guard.objection(finite=True, loss=math.nan, norm=1.0) == "the loss is not finite"
         for norm in (math.nan, math.inf):
             assert guard.objection(finite=True, loss=1.0, norm=norm) == "the gradient norm is not finite"
         assert guard.objection(finite=True, loss=1.0, norm=1.0) is None
@@ -36,8 +37,11 @@ def test_what_is_not_finite_is_refused_from_the_first_step_and_switched_off_too(
 
 def test_a_spike_is_named_with_its_size() -> None:
     guard = _guard(QUICK, [3.0, 3.1, 2.9, 3.0], [1.0, 1.1, 0.9, 1.0])
-    assert guard.objection(finite=True, loss=3.0, norm=37.0) == "spike of the gradient norm, 37 times the median of the last 4"
-    assert guard.objection(finite=True, loss=6.0, norm=1.0) == "spike of the loss, 2.0 times the median of the last 4"
+    assert (
+        guard.objection(finite=True, loss=3.0, norm=37.0)
+        == "spike of the gradient norm, 37 times the median of the last 4 (limit 5)"
+    )
+    assert guard.objection(finite=True, loss=6.0, norm=1.0) == "spike of the loss, 2 times the median of the last 4 (limit 1.3)"
     assert guard.objection(finite=True, loss=3.8, norm=4.9) is None, "large, but under both factors"
     assert guard.objection(finite=True, loss=None, norm=1.0) is None, "a caller without a loss is guarded by the norm alone"
     off = _guard(replace(QUICK, enabled=False), [3.0] * 4, [1.0] * 4)
@@ -63,12 +67,15 @@ def test_only_the_last_accepted_steps_count() -> None:
     for norm in (2.0, 2.0, 2.0, 2.0, 2.0, 2.0):
         guard.accept(loss=3.0, norm=norm)
     assert guard.objection(finite=True, loss=3.0, norm=9.0) is None, "under five times the median of now, 2"
-    assert guard.objection(finite=True, loss=3.0, norm=11.0) == "spike of the gradient norm, 5.5 times the median of the last 8"
+    assert (
+        guard.objection(finite=True, loss=3.0, norm=11.0)
+        == "spike of the gradient norm, 5.5 times the median of the last 8 (limit 5)"
+    )
 
 
 def test_losses_at_or_below_zero() -> None:
     guard = _guard(QUICK, [-2.0, -2.1, -1.9, -2.0], [0.0] * 4)
-    assert guard.objection(finite=True, loss=1.0, norm=0.0) == "spike of the loss, 3.0 above the median of the last 4"
+    assert guard.objection(finite=True, loss=1.0, norm=0.0) == "spike of the loss, 3 above the median of the last 4 (limit 0.6)"
     assert guard.objection(finite=True, loss=-1.9, norm=5.0) is None, "zeros alone are no yardstick"
 
 
@@ -101,10 +108,12 @@ def test_a_spike_skips_the_step_and_a_restored_record_decides_alike(name: Optimi
     for run, parameters in ((optimizer, tensors), (resumed, resumed.parameters)):
         cases.give_gradients(parameters, 5, scale=100.0)
         report = run.step(loss=2.4)
-        assert report.skipped and report.reason == "spike of the gradient norm, 100 times the median of the last 5"
+        assert report.skipped and report.reason.startswith(
+            "spike of the gradient norm, 99.9 times the median of the last 5 (limit "
+        )
         cases.give_gradients(parameters, 5)
         report = run.step(loss=24.0)
-        assert report.reason == "spike of the loss, 8.6 times the median of the last 5" and report.step == 7
+        assert report.reason.startswith("spike of the loss, 8.57 times the median of the last 5 (limit ") and report.step == 7
         changed = {n for n, t in run.state_dict().items() if not torch.equal(t, saved[n])}
         assert changed == {"step", "skipped"} and run.skipped_count == 2
         assert all(torch.equal(p, weights[n]) for n, p in parameters.items())

@@ -9,7 +9,8 @@ from torch import Tensor
 from kernels.newton_schulz import orthogonalise
 from optim import batches
 from optim import muon as module
-from optim.config import MuonConfig, MuonPrecision, OptimConfig
+from optim.config import MuonConfig, MuonPrecision, Offload, OptimConfig
+from optim.home import Home
 from optim.muon import Muon
 from optim.table import Table, assign
 from parallel.cards import CardTable, Optimizer, heads
@@ -24,7 +25,8 @@ def _muon(cfg: MuonConfig, tensors: dict[str, torch.nn.Parameter], cards: CardTa
     cards = cards or cases.table(tensors)
     assigned = assign(cards, OptimConfig(muon=cfg))
     weights = {n: p.data for n, p in tensors.items()}
-    return Muon(cfg, assigned.of(Optimizer.MUON), weights, Shards.whole(cards)), assigned
+    home = Home(Offload.none, torch.device("cpu"))
+    return Muon(cfg, assigned.of(Optimizer.MUON), weights, Shards.whole(cards), home), assigned
 
 
 def _step(

@@ -10,6 +10,7 @@ from torch import Tensor
 import parallel
 from data.batch import Batch
 from k3.config import K3Config
+from optim.optimizer import Optimizer
 from parallel.config import ParallelConfig
 from parallel.schedule import run_step
 from parallel.world import World
@@ -33,10 +34,16 @@ def state(cfg: Config, dtype: torch.dtype) -> dict[str, int]:
         "weights": sum(p.nbytes for p in parameters),
         "gradients": sum(p.main_grad.nbytes for p in parameters),
         "buffers": sum(b.grad_data.nbytes for b in buffers),
-        "optimizer": sum(t.nbytes for n, t in parts.optimizer.state_dict().items() if t.dim() and not n.startswith("guard.")),
+        "optimizer": _state_bytes(parts.optimizer),
         "buckets": sum(len(b.buckets) for b in buffers),
         "tensors": len(parameters),
     }
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Of masters and moments; the state dict leaves out masters that repeat the weights."""
+    tensors = {n: t for n, t in optimizer.state_dict().items() if t.dim() and not n.startswith("guard.")}
+    return sum(t.nbytes for t in (tensors | {f"{n}.master": t for n, t in optimizer.masters.items()}).values())
 
 
 def pipeline(cfg: Config, dtype: torch.dtype, micro_batches: list[Batch]) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def test_the_names_that_users_type():
     cfg = compose(words.split())
     assert cfg.model.hidden_size == 128 and cfg.model.kda.lower_bound == -4.0 and cfg.model.moe.balance is Balance.none
     assert cfg.optim.name is OptimizerName.muon and cfg.optim.muon.per_head is False and cfg.optim.lr == 1e-3
+    k2 = compose(["optim=muonclip", "optim.lr=1e-3"]).optim
+    assert (k2.name, k2.muon.per_head, k2.clip.enabled, k2.lr) == (OptimizerName.muon, False, True, 1e-3)
     off = compose(["model=tiny", "model.latent=false", "optim=adamw"])
     assert off.model.latent is False and off.optim.name is OptimizerName.adamw
     assert cfg.precision.name is Precision.bf16 and cfg.run.dir == "here" and cfg.data.micro_batch_size == 3
@@ -66,7 +68,8 @@ def test_the_names_that_users_type():
         ("lr=1", "nearest is optim.lr"),
         ("model.moe.topk=2", "nearest is model.moe.top_k"),
         ("modle=nano", "nearest is model"),
-        ("+typo=1", "nearest is"),
+        ("+optim.lrr=1", "nearest is optim.lr"),
+        ("typo=1", "k3 VERB --help lists all keys"),
         ("+optim.lr=1", "give optim.lr=value"),
         ("++optim.lrr=1", "nearest is optim.lr"),
         ("~optim.lr", "every key is needed"),

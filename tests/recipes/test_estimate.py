@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from data.batch import Batch
+from optim.config import Offload
 from parallel.config import world_size
 from parallel.local import Helper
 from recipes import cli
@@ -30,6 +31,8 @@ STATES = [
     ["precision=bf16"],
     ["precision=fp64", "optim=adamw"],
     ["parallel.dp=2", "precision=bf16"],
+    ["precision=bf16", "optim.offload=cpu"],
+    ["parallel.dp=2", "optim.offload=cpu"],
     ["parallel.dp=2", "parallel.zero=0"],
     ["parallel.dp=2", "parallel.ep=2", "precision=bf16", "optim.router.optimizer=muon"],
     ["parallel.tp=2", "precision=bf16"],
@@ -49,13 +52,15 @@ def test_state_is_what_is_really_allocated(words: list[str], helper: Helper):
         assert (said.parameters, said.weights, said.gradients) == (there["parameters"], there["weights"], there["gradients"])
         room = PADDING * (there["tensors"] + there["buckets"])
         assert 0 <= there["buffers"] - said.gradients <= room * 8
+        of_optimizer = said.offloaded if cfg.optim.offload is Offload.cpu else said.optimizer
+        assert said.optimizer + said.offloaded == of_optimizer
         if cfg.parallel.dp == 1 or not cfg.parallel.zero:
-            assert said.optimizer == there["optimizer"]
+            assert of_optimizer == there["optimizer"]
     if cfg.parallel.dp == 2 and cfg.parallel.zero:
         # two ranks share what one would hold; where the cut falls inside padding, their parts differ by no more than it
         widest = 16 * real[0]["tensors"]  # bytes of an element's master and moments, for each parameter
-        assert abs(said.optimizer - sum(there["optimizer"] for there in real) / 2) <= widest
-        assert all(abs(said.optimizer - there["optimizer"]) <= PADDING * widest for there in real)
+        assert abs(of_optimizer - sum(there["optimizer"] for there in real) / 2) <= widest
+        assert all(abs(of_optimizer - there["optimizer"]) <= PADDING * widest for there in real)
 
 
 def batches(cfg: Config, count: int, rows: int) -> list[Batch]:
@@ -111,7 +116,15 @@ def test_zero_two_shares_two_buffers():
     rest = sum(stage.memory.gradients for stage in two.stages)
     assert two.memory.gradients == 2 * largest + rest and rest == pytest.approx(one.memory.gradients / 2, rel=1e-3)
     away = account(config(*words, "parallel.zero=2", "parallel.offload_gradients=true"))[0]
-    assert away.memory.gradients == 2 * largest
+    assert away.memory.gradients == 2 * largest and away.memory.offloaded == rest
+
+
+def test_what_is_offloaded_has_a_column_of_its_own(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["estimate", *SMALL]) == 0
+    assert "CPU memory" not in capsys.readouterr().out
+    assert cli.main(["estimate", *SMALL, "optim.offload=cpu"]) == 0
+    heading, row = (line for line in capsys.readouterr().out.splitlines() if "CPU memory" in line or "embedding" in line)
+    assert heading.split("  ")[-1].strip() == "in CPU memory" and row.rstrip().endswith("MiB")
 
 
 def test_the_table_and_the_verdict(capsys: pytest.CaptureFixture[str]):

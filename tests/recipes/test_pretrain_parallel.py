@@ -66,6 +66,8 @@ def same_curve(one: Path, other: Path, tolerance: float) -> None:
         assert mine["load/experts"] == theirs["load/experts"] and mine["tokens"] == theirs["tokens"]
         means = [key for key in mine if key.startswith("update_rms/mean/")]
         assert means and all(mine[key] == pytest.approx(theirs[key], rel=1e-3) for key in means)
+        heads, whole = mine["update_rms/heads"], theirs["update_rms/heads"]
+        assert heads.keys() == whole.keys() and all(heads[n] == pytest.approx(whole[n], rel=1e-3) for n in heads)
 
 
 def same_state(one: Path, other: Path) -> None:

@@ -78,7 +78,7 @@ def made(dtype: torch.dtype = torch.float64) -> Trace:
         processes=2,
         losses=[[5.0, 5.5], [4.0, 4.5]],
         grad_norms=[1.0, 2.0],
-        skipped=[False, False],
+        skipped=[None, None],
         gradients={"a": draw(4, 4), "unread": torch.zeros(3, dtype=dtype), "b": draw(5)},
         weights={"a": draw(4, 4), "unread": draw(3), "b": draw(5), "bias": draw(4)},
         muon={"a"},
@@ -156,8 +156,10 @@ def test_drift_and_skipped_steps_fail() -> None:
     layout.drift = {"b": ["tensor"]}
     assert list(judge(layout).failures()) == ["copies of b are not bitwise equal over tensor ranks"]
     layout = made()
-    layout.skipped[1] = True
-    assert "step 2 was skipped" in next(judge(layout).failures())
+    layout.skipped[1] = "the loss is not finite"
+    assert "step 2 was skipped: the loss is not finite" in next(judge(layout).failures())
+    layout.skipped[1] = "spike of the loss"
+    assert "step 2 was skipped: spike of the loss" in next(judge(layout).failures()), "the single process took it"
 
 
 def test_loads_must_be_what_was_routed() -> None:

@@ -7,7 +7,7 @@ import pytest
 from k3.activations import full
 from recipes.compose import compose
 from recipes.errors import UserError
-from recipes.unused import RULES
+from recipes.unused import RULES, SPIKES
 
 IDLE = {
     "model.kda": ["model.attention=mla", "model.kda.heads=7"],
@@ -26,6 +26,7 @@ IDLE = {
     "optim.router": ["model=dense", "optim.router.lr_scale=1.0"],
     "optim.muon": ["optim=adamw", "optim.muon.per_head=false"],
     "optim.muon.distribution": ["parallel.zero=1", "optim.muon.distribution=gather"],
+    "optim.muon.nesterov": ["optim.muon.momentum=0", "optim.muon.nesterov=false"],
     "optim.clip.tau": ["optim.clip.enabled=false", "optim.clip.tau=50"],
     "optim.guard.window": ["optim.guard.enabled=false", "optim.guard.window=64"],
     "optim.guard.min_steps": ["optim.guard.enabled=false", "optim.guard.min_steps=9"],
@@ -45,6 +46,14 @@ IDLE = {
     "wandb.project": ["wandb.mode=disabled", "wandb.project=x"],
     "wandb.name": ["wandb.mode=disabled", "wandb.name=x"],
 }
+
+
+@pytest.mark.parametrize("key", SPIKES)
+def test_a_run_too_short_for_spikes(key: str) -> None:
+    compose(["run.steps=40", f"optim.guard.{key}=40"])
+    for words, job in ((["run.steps=20"], "pretrain"), ([], "prove")):
+        with pytest.raises(UserError, match=rf"optim\.guard\.{key}: has no effect, because a run of \d+ steps has no spikes"):
+            compose([*words, f"optim.guard.{key}=40"], job=job)
 
 
 def test_every_rule_has_a_case() -> None:
