@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes .venv and installs the project into it: `./install.sh` or `make install`. Running it again costs nothing until
-# pyproject.toml or constraints.txt change. EXTRAS="test gpu" chooses the extras (default: test).
+# pyproject.toml or constraints.txt change. EXTRAS="test gpu deepspeed" chooses the extras (default: test).
 # A failed or interrupted installation leaves no half-made .venv behind.
 set -eu
 cd "$(dirname "$0")"
@@ -98,7 +98,13 @@ touch "$WORKING"
 
 # uv inside the environment: its cache makes the next clone on this machine a matter of seconds
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
-.venv/bin/uv pip install --python .venv/bin/python --constraint constraints.txt --editable ".[$EXTRAS]"
+add() { .venv/bin/uv pip install --python .venv/bin/python --constraint constraints.txt "$@"; }
+case ",$EXTRAS," in *,deepspeed,*)
+    # comes as sources, whose setup imports the torch that it is going to run with
+    add setuptools --editable .
+    ;;
+esac
+add --no-build-isolation-package deepspeed --editable ".[$EXTRAS]"
 
 printf '%s\n' "$wanted" >"$STAMP"
 rm -f "$WORKING"

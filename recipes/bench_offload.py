@@ -1,4 +1,4 @@
-"""`k3 bench offload`: AdamW's kernels on an offloaded optimizer, the weights they make, and what the weights' device is spared."""
+"""`k3 bench offload`: AdamW's kernels on an offloaded optimizer, the weights they make, and where masters and moments lie."""
 
 from __future__ import annotations
 

@@ -1,0 +1,22 @@
+"""`k3 bench offload`: what its sides come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes import bench_offload
+
+
+@pytest.mark.slow
+def test_offloading_changes_where_the_state_lies_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_offload.run()
+    lines = capsys.readouterr().out.splitlines()
+    beside, offloaded = (next(x for x in lines if f"optim.offload={name} optim.adamw.kernel=torch" in x) for name in ("none", "cpu"))
+    assert "weights differ by 0.0e+00" in beside and "weights differ by 0.0e+00" in offloaded
+    assert beside.endswith("MB of masters and moments beside the weights") and offloaded.endswith("in CPU memory")
+    theirs = [x for x in lines if "deepspeed" in x and "versions" not in x]
+    assert len(theirs) == 1
+    if "left out" not in theirs[0]:
+        assert float(theirs[0].split("weights differ by ")[1].split()[0]) < 1e-6, theirs
+    else:
+        assert "the extra `deepspeed` is not installed" in theirs[0]
