@@ -192,9 +192,8 @@ class Optimizer:
             lines.append(f"AdamW by {describe(self.adamw.kernel)}")
         if self.home.offloaded:
             held, freed = state.offloaded_bytes(self)
-            lines.append(
-                f"offloaded: {held / 1e6:.3g} MB of masters and moments in CPU memory, {freed / 1e6:.3g} MB spared the device"
-            )
+            there = f"{freed / 1e6:.3g} MB spared the device" if freed else "and so are the weights"
+            lines.append(f"offloaded: {held / 1e6:.3g} MB of masters and moments in CPU memory, {there}")
         if self.muon.balance is not None:
             lines.append(self.muon.balance.describe())
         return "\n".join(lines)

@@ -11,7 +11,9 @@ from recipes import bench_offload
 def test_offloading_changes_where_the_state_lies_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     bench_offload.run()
     lines = capsys.readouterr().out.splitlines()
-    beside, offloaded = (next(x for x in lines if f"optim.offload={name} optim.adamw.kernel=torch" in x) for name in ("none", "cpu"))
+    beside, offloaded = (
+        next(line for line in lines if f"optim.offload={name} optim.adamw.kernel=torch" in line) for name in ("none", "cpu")
+    )
     assert "weights differ by 0.0e+00" in beside and "weights differ by 0.0e+00" in offloaded
     assert beside.endswith("MB of masters and moments beside the weights") and offloaded.endswith("in CPU memory")
     theirs = [x for x in lines if "deepspeed" in x and "versions" not in x]
