@@ -6,11 +6,11 @@ run all ranks take the same one: copies of a parameter must stay equal bit for b
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import importlib.util
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +25,6 @@ from optim.config import AdamWConfig, AdamWKernel, Offload, OptimConfig
 from parallel.shards import Shards
 
 log = logging.getLogger("k3.optim")
-STALE = 600.0  # seconds after which a lock on DeepSpeed's build is taken for one whose process was killed
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,28 @@ def _deepspeed_adam() -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it found none
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
     from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from torch.utils.cpp_extension import _get_build_directory
 
-    return DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], adamw_mode=True)
+    folder = Path(_get_build_directory("cpu_adam", verbose=False))
+    with (folder / "k3.lock").open("w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)  # goes with its process, unlike torch's
+        clear_stale_lock(folder)
+        return DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], adamw_mode=True)
+
+
+def clear_stale_lock(folder: Path) -> None:
+    """Removes the lock of a build that was killed: torch would wait for it for ever. The caller has kept out other ranks."""
+    lock = folder / "lock"
+    if lock.exists() and not any(_works_in(process, folder) for process in Path("/proc").glob("[0-9]*")):
+        log.warning(f"{lock} was left over from a build that was killed: removed")
+        lock.unlink(missing_ok=True)
+
+
+def _works_in(process: Path, folder: Path) -> bool:
+    try:
+        return (process / "cwd").resolve() == folder.resolve()  # ninja runs there
+    except OSError:  # it has ended, or is someone else's
+        return False
 
 
 def _refuses_deepspeed(where: Offload, kinds: Sequence[tuple[torch.device, torch.dtype]], asked: bool) -> str | None:
@@ -122,27 +141,12 @@ def _refuses_deepspeed(where: Offload, kinds: Sequence[tuple[torch.device, torch
         return "masters are not in CPU memory; give optim.offload=cpu"
     if (reason := _not_float32(kinds)) or (reason := _absent("deepspeed", "the extra `deepspeed`")):
         return reason
-    if lock := _stale_lock():
-        return f"{lock} is left over from a build that was killed; remove it"
     try:
         _deepspeed_adam()
     except Exception as error:  # no compiler, a build that fails, a library that does not load
         cause = error.__cause__ or error
         return f"it could not be built ({type(cause).__name__}: {str(cause).strip().splitlines()[0]})"
     return None
-
-
-def _stale_lock() -> Path | None:
-    """torch's build waits for this file to go, for ever: a process that was killed leaves it behind."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    lock = Path(_get_build_directory("cpu_adam", verbose=False)) / "lock"
-    try:
-        while time.time() - lock.stat().st_mtime < STALE:
-            time.sleep(1)
-    except FileNotFoundError:
-        return None
-    return lock
 
 
 def _refuses_cuda(name: str, package: str, find: Callable[[], Any]) -> Callable[..., str | None]:
