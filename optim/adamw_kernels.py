@@ -116,6 +116,8 @@ def _deepspeed_adam() -> Any:
     with (folder / "k3.lock").open("w") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX)  # goes with its process, unlike torch's
         clear_stale_lock(folder)
+        if not (folder / "cpu_adam.so").exists():
+            log.info(f"DeepSpeedCPUAdam is compiled, once for this machine and environment: some minutes (in {folder})")
         return DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], adamw_mode=True)
 
 

@@ -153,7 +153,7 @@ def refusals(precision: MuonPrecision) -> list[str]:
     if precision is MuonPrecision.full:
         out.append("torch.optim.Muon and DeepSpeed left out: their products are half precision, whatever is asked for")
     elif find_spec("deepspeed") is None:
-        out.append("DeepSpeed left out: it is not installed (pip install -e '.[deepspeed]')")
+        out.append('DeepSpeed left out: it is not installed (EXTRAS="test deepspeed" make install)')
     return out
 
 

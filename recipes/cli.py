@@ -10,6 +10,7 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -222,6 +223,7 @@ def _bench(words: list[str]) -> int:
         if not value:
             raise UserError("picture= is empty; give the file to write, as in picture=balance.png")
         picture = {key: value}
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # options it has deprecated, and would choose
     for name in names or BENCHES:
         print(f"== {name}", flush=True)
         _load(BENCHES[name])(**(picture if name == "balance" else {}))

@@ -119,6 +119,8 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
         if cfg.parallel.pp > 1:
             of = data.config.micro_batches(cfg.data, of=world.data_size)
             say(f"pipeline: {of} micro-batches a step; ranks wait at least {bubble(cfg.parallel, of):.0%} of the time")
+        if (size := len(data.config.samples_of(cfg.data, cfg.run.steps - 1))) < cfg.data.batch_size:
+            say(f"data.ramp: the run ends at {size} sequences a step, before data.batch_size={cfg.data.batch_size} is reached")
         say(f"run {folder.path}: {model['parameters']:,} parameters, {model['active']:,} active a token, on {where}")
         if folder.checkpoint is not None:
             restore(trainer, folder.checkpoint)
