@@ -109,7 +109,7 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
                 else []
             ),
             cb.Pictures(folder.path),
-            cb.on_first(world, cb.Export(folder.path / "hf")),
+            cb.Export(folder.path / "hf"),
             cb.on_first(world, cb.Summary(folder.path, model, layout)),
             cb.on_first(world, cb.Wandb(cfg.wandb, folder.path, plain(cfg))),
         ]
