@@ -28,8 +28,8 @@ from k3.origin import Origin
 from parallel.world import World
 
 __all__ = [
-    "INDEX", "SINGLE", "CheckpointError", "Contents", "Region", "Sink", "Source", "contents", "convert", "load", "read_into",
-    "save", "write_from",
+    "INDEX", "SINGLE", "CheckpointError", "Contents", "Options", "Region", "Sink", "Source", "contents", "convert", "load",
+    "read_into", "save", "write_from",
 ]  # fmt: skip
 
 

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import k3
 import parallel
 from k3 import hf
+from k3.hf.folder import Folder
 from parallel.config import ParallelConfig
 from tests.golden.vectors import FOLDER
 
@@ -92,3 +94,21 @@ def refused(sizes: dict[str, Any], path: str, other: str) -> str:
     except hf.CheckpointError as error:
         said.append(str(error))
     return "\n".join(said)
+
+
+def reading(sizes: dict[str, Any], path: str) -> tuple[int, int]:
+    """On ranks: (bytes read from the folder, bytes of the parameters and router biases that this rank holds)."""
+    world = parallel.start(ParallelConfig(**sizes), "cpu")
+    read, seen = Folder.read, list[int]()
+
+    def counted(*args: Any) -> Tensor:
+        value = read(*args)
+        seen.append(value.nbytes)
+        return value
+
+    Folder.read = counted  # type: ignore[method-assign]
+    try:
+        table = k3.cards(hf.load(path, world=world))
+    finally:
+        Folder.read = read  # type: ignore[method-assign]
+    return sum(seen), sum(table.tensor(name).nbytes for name in table)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from k3 import hf
 from k3.config import ConfigError, Gate, OutputGate, Residual
+from parallel.local import Helper
 from tests.k3.published import bytes_of, golden, write
 
-D, H, K, V, NOPE, ROPE, LATENT, EXPERTS, TOP, F_EXPERT, F_DENSE, VOCAB = 48, 2, 16, 16, 16, 8, 24, 8, 3, 32, 80, 97
+D, H, K, V, NOPE, ROPE, LATENT, EXPERTS, TOP, F_EXPERT, F_DENSE, VOCAB = 48, 2, 16, 16, 16, 8, 24, 8, 3, 32, 80, 98
 LAYERS, MLA, SCALING, EPS = 5, (4, 5), 2.446, 1e-5
 CONFIG: dict[str, Any] = {
     "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": VOCAB, "hidden_size": D,
@@ -175,6 +176,15 @@ def test_import_and_export_are_byte_identical(tmp_path: Path) -> None:
     hf.save(hf.load(path), tmp_path / "alone")  # nothing but the model: the architecture's own shapes
     assert bytes_of(tmp_path / "alone") == bytes_of(path)
     assert load_file(tmp_path / "alone" / hf.SINGLE)["model.layers.0.self_attn.A_log"].shape == (1, 1, H, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2, "ep": 2, "dp": 2}])
+def test_the_same_under_a_layout(sizes: dict[str, int], tmp_path: Path, helper: Helper) -> None:
+    path = write(tmp_path / "m", checkpoint(), CONFIG)
+    ranks = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+    helper.run_ranks("tests.k3.published:through", ranks, sizes, str(path), str(tmp_path / "again"), {"passthrough": str(path)})
+    assert bytes_of(tmp_path / "again") == bytes_of(path)
 
 
 def test_one_models_gate_is_refused_on_the_others_weights(tmp_path: Path) -> None:

@@ -68,6 +68,17 @@ def test_the_same_under_a_layout(name: str, packed: bool, tmp_path: Path, helper
     assert len({tuple(s.items()) for s in sums}) > 1, "every rank held the same"
 
 
+def test_a_rank_reads_its_own_part_alone(tmp_path: Path, helper: Helper) -> None:
+    path = golden(tmp_path / "released", packed=False)
+    experts = hf.contents(path).parts["expert"].nbytes
+    ((whole, held),) = helper.run_ranks(f"{HERE}:reading", 1, {}, str(path))
+    assert whole == held
+    for read, held in helper.run_ranks(f"{HERE}:reading", 2, {"tp": 2}, str(path)):
+        assert read - held == 5 * 2 * 4, "of A_log, two floats a layer, all heads are read"
+    for read, held in helper.run_ranks(f"{HERE}:reading", 2, {"dp": 2, "ep": 2}, str(path)):
+        assert read == held == whole - experts // 2
+
+
 @pytest.mark.slow
 def test_mtp_and_its_copy_of_the_embedding_under_pipelines(tmp_path: Path, helper: Helper) -> None:
     hf.save(k3.build(k3.preset("tiny"), dtype=torch.bfloat16), tmp_path / "one")
