@@ -1,19 +1,16 @@
-"""The optimizer's state as flat named tensors, and back, all or nothing."""
+"""The optimizer's state as flat named tensors, and as boxes of the whole parameters' state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
+
+from parallel.boxes import Box
 
 if TYPE_CHECKING:
     from optim.optimizer import Optimizer
-
-
-class StateError(ValueError):
-    """A saved state that does not fit this optimizer; the message lists every name."""
 
 
 def collect(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -21,6 +18,29 @@ def collect(optimizer: Optimizer) -> dict[str, Tensor]:
 
     Of this rank's part alone: shaped like the parameter where that is the whole, flat where it is cut, absent where it is empty.
     """
+    return _replicated(optimizer) | {f"{name}.{kind}": tensor for name, kind, tensor in _of_parameters(optimizer)}
+
+
+def boxes(optimizer: Optimizer) -> Iterator[Box]:
+    """The same, of this rank's part, in the coordinates of the whole state, which is the same under every layout."""
+    rank = 0 if optimizer.shards.world is None else optimizer.shards.world.rank
+    for name, tensor in _replicated(optimizer).items():
+        yield Box.whole(name, tensor, rank)
+    for name, kind, tensor in _of_parameters(optimizer):
+        shard = optimizer.shards[name]
+        if kind == "updates":  # one number of the whole parameter, which all its parts count alike
+            yield Box.whole(f"{name}.{kind}", tensor, 0 if shard.leads else 1)
+        else:
+            yield from shard.boxes(f"{name}.{kind}", tensor)
+
+
+def _replicated(optimizer: Optimizer) -> dict[str, Tensor]:
+    """What all ranks have alike."""
+    return optimizer.counters() | optimizer.guard.tensors()
+
+
+def _of_parameters(optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """(parameter, kind, tensor), in the model's order."""
     kinds = {
         "master": optimizer.masters,
         "momentum": optimizer.muon.momentum,
@@ -28,25 +48,7 @@ def collect(optimizer: Optimizer) -> dict[str, Tensor]:
         "exp_avg_sq": optimizer.adamw.exp_avg_sq,
         "updates": optimizer.adamw.updates,
     }
-    out = optimizer.counters() | optimizer.guard.tensors()
     for name in optimizer.parameters:
-        out |= {f"{name}.{kind}": tensors[name] for kind, tensors in kinds.items() if name in tensors}
-    return out
+        yield from ((name, kind, tensors[name]) for kind, tensors in kinds.items() if name in tensors)
 
 
-@torch.no_grad()
-def restore(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into the optimizer's own; raises StateError before the first copy."""
-    own = collect(optimizer)
-    faults = [f"missing: {name}" for name in own if name not in tensors]
-    faults += [f"unknown: {name}" for name in tensors if name not in own]
-    for name in own.keys() & tensors.keys():
-        have, want = tensors[name], own[name]
-        if have.shape != want.shape or have.dtype != want.dtype:
-            faults.append(f"{name} is {tuple(have.shape)} {have.dtype}, this run needs {tuple(want.shape)} {want.dtype}")
-    if faults:
-        more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
-        lines = "\n  ".join(sorted(faults)[:20])
-        raise StateError(f"the saved optimizer state does not fit this model and optim config:\n  {lines}{more}")
-    for name, tensor in own.items():
-        tensor.copy_(tensors[name])

@@ -25,7 +25,7 @@ USER_ERRORS = {
     ("data.errors", "DataError"),
     ("parallel.cards", "CardError"),
     ("parallel.config", "ParallelError"),
-    ("parallel.checkpoint", "CheckpointError"),
+    ("parallel.checkpoint_folder", "CheckpointError"),
 }
 
 # What the machine refuses and no traceback explains better.

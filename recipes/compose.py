@@ -159,6 +159,7 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
 
     Whether a run may be continued with that is for recipes/run_folder.py to say, which also knows what is in the folder.
     """
+    before = base.parallel.tp
     for word in words:
         key = word.key_or_group
         if key in ("model", "parallel", "activations"):  # an option sets all of the section; in the other groups it sets the name
@@ -166,6 +167,9 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
         else:
             key = f"{key}.name" if key in GROUPS else key
             _set(base, key, get(typed, key))
+    typed_sp = any(word.key_or_group == "parallel.sp" for word in words)
+    if before != base.parallel.tp and 1 in (before, base.parallel.tp) and not typed_sp:
+        base.parallel.sp = None  # what was filled in for the other number of tensor ranks
     base.run.dir = str(folder)
     return base
 

@@ -99,9 +99,9 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
         trainer.callbacks = [
             cb.Evaluation(heldout, baselines, cfg.run.eval_every, also=compared),
             cb.Balance(k3.balancing(trainer.module)),
+            cb.Checkpoints(folder.checkpoints, cfg.checkpoint, facts),
             cb.Metrics(folder.metrics, heads),
             cb.on_first(world, cb.ProgressBar()),
-            cb.Checkpoints(folder.checkpoints, every=cfg.checkpoint.every, keep_last=cfg.checkpoint.keep_last, facts=facts),
             cb.Sample(folder.path, prepared.tokenizer(), *prompt),
             *(
                 [cb.DenseComparison(lambda n: build(cfg, dense, world, prepared, steps=n), heldout, folder.metrics, compared)]
@@ -206,7 +206,7 @@ def plain(cfg: Config) -> dict[str, Any]:
 
 def show_logs() -> None:
     """Shows what the rooms below log (which kernel runs, what data preparation does), and not what their libraries warn of."""
-    for name in ("k3", "data"):
+    for name in ("k3", "data", "parallel"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.propagate = False

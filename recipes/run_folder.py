@@ -16,10 +16,12 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
 from parallel import checkpoint
+from parallel.config import ParallelConfig
 from recipes.compose import CONFIG_FILE, leaves, load_resolved, save_resolved
 from recipes.config import Config
 from recipes.errors import UserError, shown
@@ -28,10 +30,13 @@ from recipes.errors import UserError, shown
 # and a run continues as if it had never stopped.
 FREE = {
     *("run.dir", "run.resume", "run.eval_every", "run.sample_tokens", "run.sample_prompt"),
-    *("run.threads", "run.device", "checkpoint.every", "checkpoint.keep_last", "wandb.mode", "wandb.project", "wandb.name"),
-    "data.cache",
+    *("run.threads", "run.device", "wandb.mode", "wandb.project", "wandb.name"),
+    *("checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.asynchronous", "data.cache"),
     # lets a run go on that the guard has stopped; else it would stop again at the same step
     *("optim.guard.enabled", "optim.guard.deviations", "optim.guard.grad_norm", "optim.guard.loss", "optim.guard.max_skipped"),
+    # another layout reads the same global batches and computes the same numbers up to rounding
+    *(f"parallel.{item.name}" for item in fields(ParallelConfig)),
+    "data.micro_batch_size",
     # saves other tensors, computes the same numbers bit for bit
     *("activations.layer", "activations.attention", "activations.feed_forward", "activations.head"),
 }

@@ -23,7 +23,7 @@ from recipes import cli, launch, processes
 from recipes.compose import compose
 from recipes.errors import UserError
 from recipes.run_folder import check_run, open_run
-from tests.recipes.small_run import do, metrics, words, write_corpus
+from tests.recipes.small_run import do, metrics, same_checkpoint, words, write_corpus
 from tests.recipes.test_resume import start, wait_for_step
 
 STEPS = 6
@@ -66,17 +66,6 @@ def same_curve(one: Path, other: Path, tolerance: float) -> None:
         assert mine["load/experts"] == theirs["load/experts"] and mine["tokens"] == theirs["tokens"]
         means = [key for key in mine if key.startswith("update_rms/mean/")]
         assert means and all(mine[key] == pytest.approx(theirs[key], rel=1e-3) for key in means)
-
-
-def same_state(one: Path, other: Path) -> None:
-    """Asserts that two checkpoints of two ranks hold the same tensors, bit for bit."""
-    for rank in ("rank_0000", "rank_0001"):
-        for name in ("model", "optimizer", "random"):
-            first, second = (load_file(path / rank / f"{name}.safetensors") for path in (one, other))
-            assert first.keys() == second.keys() and first
-            for key, tensor in first.items():
-                bits = [t.reshape(-1).view(torch.uint8) for t in (tensor, second[key])]
-                assert torch.equal(*bits), f"{rank} {name}: {key} differs"
 
 
 def same_export(one: Path, other: Path) -> None:
@@ -124,7 +113,7 @@ def test_the_command_computes_what_one_process_does_and_a_stopped_run_continues_
 
     _, whole = run(helper, home, "whole", *DATA)
     same_curve(folder, whole, 0)
-    same_state(folder / f"checkpoints/step_{STEPS}", whole / f"checkpoints/step_{STEPS}")
+    same_checkpoint(folder / f"checkpoints/step_{STEPS}", whole / f"checkpoints/step_{STEPS}")
 
 
 @pytest.mark.slow
@@ -143,7 +132,7 @@ def test_a_layout_continues_bit_for_bit(layout, home, helper, single):
     log = str(home / f"{name}-back.log")
     helper.run_ranks("tests.recipes.ranks:train", 2, [f"run.resume={folder}", "wandb.mode=disabled"], log)
     same_curve(folder, whole, 0)
-    same_state(folder / f"checkpoints/step_{STEPS}", whole / f"checkpoints/step_{STEPS}")
+    same_checkpoint(folder / f"checkpoints/step_{STEPS}", whole / f"checkpoints/step_{STEPS}")
 
 
 def test_one_rank_asked_to_stop_stops_all_after_the_same_step(home, helper):
@@ -275,8 +264,8 @@ def test_a_layout_must_have_the_processes_that_were_started(monkeypatch):
 
 def test_what_the_run_folder_refuses_is_refused_before_a_process_starts(home, capsys, monkeypatch, single):
     monkeypatch.setattr(processes, "run", lambda *a: pytest.fail("started processes"))
-    assert cli.main(["pretrain", f"run.resume={single}", *DATA]) == 2
-    assert re.search(r"k3: parallel\.dp=2: the run in .* has 1", capsys.readouterr().err)
+    assert cli.main(["pretrain", f"run.resume={single}", "run.seed=2"]) == 2
+    assert re.search(r"k3: run\.seed=2: the run in .* has 0", capsys.readouterr().err)
     assert cli.main(["pretrain", *words(home, "single", *DATA)]) == 2
     assert "already holds a run" in capsys.readouterr().err
 
