@@ -50,5 +50,3 @@ def _of_parameters(optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
     }
     for name in optimizer.parameters:
         yield from ((name, kind, tensors[name]) for kind, tensors in kinds.items() if name in tensors)
-
-

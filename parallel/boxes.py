@@ -131,12 +131,12 @@ def sharded(boxes: Mapping[str, Sequence[Box]]) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 
-    def one(key: str, box: Box) -> Any:
+    def one(name: str, box: Box) -> Any:
         data = box.tensor.detach()
-        of = ShardedTensor(key, data, data.dtype, tuple(data.shape), box.shape, box.offset, None, box.replica)
+        of = ShardedTensor(name, data, data.dtype, tuple(data.shape), box.shape, box.offset, None, box.replica)
         return CheckpointableShardedTensor.from_sh_ten(of)
 
     return {
-        key: one(key, those[0]) if len(those) == 1 else LocalShardsContainer([one(key, box) for box in those])
-        for key, those in boxes.items()
+        name: one(name, those[0]) if len(those) == 1 else LocalShardsContainer([one(name, box) for box in those])
+        for name, those in boxes.items()
     }

@@ -67,8 +67,8 @@ def save(
 def load(path: Path, providers: Mapping[str, StateProvider], world: World) -> dict[str, Any]:
     """Fills every provider from a checkpoint of whatever layout and returns its facts. Every rank of `world` must call it.
 
-    Raises CheckpointError, on every rank and before anything is filled, where a file is missing or damaged, the index is not to be
-    trusted, or names, whole shapes or dtypes differ from what the providers hold; the message lists at most 20 of them.
+    Raises CheckpointError, on every rank and before anything is filled, where a file is missing or damaged, the index is not to
+    be trusted, or names, whole shapes or dtypes differ from what the providers hold; the message lists at most 20 of them.
     """
     state = from_first(world, lambda: facts(path))
     files = state["files"]
@@ -86,10 +86,11 @@ def load(path: Path, providers: Mapping[str, StateProvider], world: World) -> di
             if box.tensor.numel():  # nothing is stored of an empty one
                 wanted[key(name, provider, box.name, rank)].append(box)
     wrong = _differences(index.state_dict_metadata, wanted)
-    taken = {key for keys in gather(world, list(wanted)) for key in keys}
+    taken = {name for names in gather(world, list(wanted)) for name in names}
     own = tuple(f"{name}." for name, provider in providers.items() if provider.per_rank and moved)
     if world.rank == 0:
-        wrong += [f"{key}: only in the checkpoint" for key in index.state_dict_metadata.keys() - taken if not key.startswith(own)]
+        left = [name for name in index.state_dict_metadata if name not in taken and not name.startswith(own)]
+        wrong += [f"{name}: only in the checkpoint" for name in left]
     _agree(path, sorted(wrong), world)
 
     _agree(path, _filled(path, index, wanted), world)
@@ -97,9 +98,8 @@ def load(path: Path, providers: Mapping[str, StateProvider], world: World) -> di
         provider.loaded(world.rank if provider.per_rank and moved else None)
     if moved and world.rank == 0:
         fresh = ", ".join(name for name, provider in providers.items() if provider.per_rank)
-        logger.info(
-            "%s was written by another layout (%s)%s", path.name, ", ".join(moved), fresh and f"; drawn anew from its seed: {fresh}"
-        )
+        drawn = f"; of each rank's own state that of rank 0 was taken to make new ones from: {fresh}" if fresh else ""
+        logger.info("%s was written by another layout (%s)%s", path.name, ", ".join(moved), drawn)
     return state
 
 
@@ -112,14 +112,14 @@ def _agree(path: Path, wrong: Sequence[str], world: World) -> None:
 
 def _differences(stored: Mapping[str, Any], wanted: Mapping[str, Sequence[Box]]) -> list[str]:
     lines = []
-    for key, boxes in wanted.items():
-        if key not in stored:
-            lines.append(f"{key}: missing in the checkpoint")
+    for name, boxes in wanted.items():
+        if name not in stored:
+            lines.append(f"{name}: missing in the checkpoint")
             continue
-        there = _kind(stored[key].properties.dtype, stored[key].size)
+        there = _kind(stored[name].properties.dtype, stored[name].size)
         here = _kind(boxes[0].tensor.dtype, boxes[0].shape)
         if there != here:
-            lines.append(f"{key}: stored {there}, here {here}")
+            lines.append(f"{name}: stored {there}, here {here}")
     return lines
 
 
@@ -143,7 +143,6 @@ def _filled(path: Path, index: Any, wanted: Mapping[str, Sequence[Box]]) -> list
         warnings.simplefilter("ignore")  # "torch.distributed is disabled": each rank reads for itself
         try:
             checkpoint.load(sharded(wanted), storage_reader=Reader(path), planner=planner, no_dist=True)
-        except Exception as error:  # a file that was taken away after it was checked, or holds no tensors in spite of its checksum
+        except Exception as error:  # a file was taken away after it was checked, or its checksum was forged, too
             return [f"{path.name}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"]
     return []
-

@@ -73,7 +73,7 @@ def _faults(index: Any, files: Mapping[str, Mapping[str, int]]) -> Iterator[str]
 
 
 def tensor(path: Path, index: Metadata, name: str) -> torch.Tensor:
-    """A whole stored tensor, put together from its boxes, on the CPU."""
+    """A whole stored tensor, put together from its boxes, on the CPU: for one process that looks at one tensor after another."""
     entry = index.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
     out = torch.empty(entry.size, dtype=entry.properties.dtype)

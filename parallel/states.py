@@ -15,8 +15,8 @@ from parallel.world import World
 
 
 class ModuleState:
-    """A module's parameters and persistent buffers, those of `cards` placed by their cards. Loads in place, so that flat parameter
-    buffers keep their views.
+    """A module's parameters and persistent buffers, those of `cards` placed by their cards. Loads in place, so that flat
+    parameter buffers keep their views.
 
     Buffers without a card must be alike on all ranks that hold the module (the averages of router balancers are).
     """

@@ -94,7 +94,7 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
         layout = dataclasses.asdict(cfg.parallel)
         compared = math.ceil(cfg.run.steps * cfg.run.compare_dense) or None
         prompt = (cfg.run.sample_prompt, cfg.run.sample_tokens, cfg.run.seed)
-        facts = {"data": prepared.key}
+        facts = {"data": prepared.key, "model": plain(cfg)["model"]}
         # every rank has as many: each may take part in what all compute, and all are asked at once whether to stop
         trainer.callbacks = [
             cb.Evaluation(heldout, baselines, cfg.run.eval_every, also=compared),

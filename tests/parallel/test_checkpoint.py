@@ -130,7 +130,6 @@ def test_every_difference_is_named_and_nothing_is_loaded(tmp_path, world):
     assert str(error.value).count("missing in the checkpoint") + str(error.value).count("only in") == 20
 
 
-
 def flip(path):
     content = bytearray((path / "__0_0.distcp").read_bytes())
     content[-9] ^= 1

@@ -23,7 +23,7 @@ from recipes import cli, launch, processes
 from recipes.compose import compose
 from recipes.errors import UserError
 from recipes.run_folder import check_run, open_run
-from tests.recipes.small_run import do, metrics, same_checkpoint, words, write_corpus
+from tests.recipes.small_run import do, metrics, resume, same_checkpoint, words, write_corpus
 from tests.recipes.test_resume import start, wait_for_step
 
 STEPS = 6
@@ -133,6 +133,42 @@ def test_a_layout_continues_bit_for_bit(layout, home, helper, single):
     helper.run_ranks("tests.recipes.ranks:train", 2, [f"run.resume={folder}", "wandb.mode=disabled"], log)
     same_curve(folder, whole, 0)
     same_checkpoint(folder / f"checkpoints/step_{STEPS}", whole / f"checkpoints/step_{STEPS}")
+
+
+def go_back(whole: Path, to: Path, step: int) -> Path:
+    shutil.copytree(whole, to)
+    (to / "summary.json").unlink(missing_ok=True)
+    for later in (to / "checkpoints").glob("step_*"):
+        if int(later.name.removeprefix("step_")) > step:
+            shutil.rmtree(later)
+    (to / "checkpoints/latest").write_text(f"step_{step}\n")
+    return to
+
+
+def test_a_run_continues_on_another_layout_and_back(home, helper):
+    """Two steps on one rank, two on two tensor ranks in other micro-batches, two on one again: the curve of one process."""
+    _, whole = do(home, "unmoved", *SHORT, "checkpoint.every=2")
+    folder, log = go_back(whole, home / "moved", 2), home / "moved.log"
+    typed = [f"run.resume={folder}", "wandb.mode=disabled", *TENSOR, "data.micro_batch_size=4"]
+    done = helper.run_ranks("tests.recipes.ranks:train", 2, typed, str(log), ("signal", 4))
+    assert [d["progress"].step for d in done] == [4, 4]
+    said = log.read_text()
+    assert said.count("step_2 was written by another layout (parallel.tp 1 -> 2, parallel.sp false -> true)") == 1
+    assert f"k3 pretrain run.resume={folder} data.micro_batch_size=4 parallel.tp=2 parallel.sp=true" in said
+    assert resume(folder) == 0
+    same_curve(folder, whole, 1e-5)
+    assert [r["loss"] for r in metrics(folder)][:2] == [r["loss"] for r in metrics(whole)][:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [("parallel=expert", "parallel.dp=2"), ("parallel.pp=2", "parallel.vpp=2"), ("parallel=context",)]
+)
+def test_a_run_continues_on_any_layout(home, helper, single, layout):
+    _, whole = do(home, f"unmoved-{layout[0][9:11]}", *SHORT, "checkpoint.every=2")
+    folder = go_back(whole, home / f"moved-{layout[0][9:11]}", 2)
+    helper.run_ranks("tests.recipes.ranks:train", 2, [f"run.resume={folder}", "wandb.mode=disabled", *layout], None)
+    same_curve(folder, whole, 1e-5)
 
 
 def test_one_rank_asked_to_stop_stops_all_after_the_same_step(home, helper):
