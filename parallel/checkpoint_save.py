@@ -15,7 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -203,7 +203,7 @@ def _plan(work: Path, boxes: Mapping[str, list[Box]], *, copy: bool) -> tuple[An
             with stream.file:
                 for item, tensor in self.items:
                     at = stream.size
-                    torch.save(tensor, stream)
+                    torch.save(tensor, cast(IO[bytes], stream))  # all that it asks of a file is `write` and `flush`
                     results.append(WriteResult(item.index, stream.size - at, _StorageInfo(self.name, at, stream.size - at)))
                 stream.flush()
                 os.fsync(stream.file.fileno())

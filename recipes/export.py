@@ -10,6 +10,7 @@ from recipes.console import say
 from recipes.errors import UserError, suggestion
 from recipes.stored import Stored, find
 
+USAGE = "run_or_checkpoint=PATH out=FOLDER [quantise=mxfp4] [passthrough=FOLDER]"
 KEYS = ("run_or_checkpoint", "out", "quantise", "passthrough")
 
 
@@ -27,9 +28,7 @@ def run(words: Sequence[str]) -> int:
         given[key] = value
     for key in KEYS[:2]:
         if key not in given:
-            raise UserError(
-                f"{key}: not given; k3 export run_or_checkpoint=PATH out=FOLDER [quantise=mxfp4] [passthrough=FOLDER]"
-            )
+            raise UserError(f"{key}: not given; k3 export {USAGE}")
     path, out = Path(given["run_or_checkpoint"]), Path(given["out"])
     found = find(path)
     if found is None:

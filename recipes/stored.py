@@ -1,4 +1,4 @@
-"""Checkpoints of ours as files: which one a path means, what it holds, and its tensors one at a time, whatever layout wrote it."""
+"""Checkpoints of ours as files: which one a path means, what it holds, and its tensors one by one, whatever layout wrote it."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import parallel
 from parallel import checkpoint, checkpoint_index, checkpoint_save
@@ -171,10 +172,12 @@ def elsewhere(index):
         info.relative_path = "../elsewhere"
 
 
-def an_object(index):
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
+def bytes_of_any_kind(index):
     index.state_dict_metadata["a.code"] = BytesStorageMetadata()
+
+
+def an_object(index):
+    index.state_dict_metadata["a.code"] = index.storage_meta
 
 
 def half(index):
@@ -191,6 +194,7 @@ FAULTS = {
     "code": (lambda p: forge(p, Runs()), r"\.metadata: refused: it names \w+\.mkdir, which no index of tensors needs"),
     "no pickle": (lambda p: forge(p, b"nonsense"), r"\.metadata: refused"),
     "leads out": (lambda p: changed(p, elsewhere), r"a\.x: lies in '\.\./elsewhere', which is no part of this checkpoint"),
+    "bytes": (lambda p: changed(p, bytes_of_any_kind), r"refused: it names [\w.]+\.BytesStorageMetadata, which no index"),
     "object": (lambda p: changed(p, an_object), r"a\.code: an object that is no tensor"),
     "partial": (lambda p: changed(p, half), r"a\.x: its parts do not make up the whole"),
     "state": (lambda p: (p / "state.json").write_text('{"format": 2'), r"state\.json cannot be read"),

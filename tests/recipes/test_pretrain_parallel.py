@@ -160,10 +160,11 @@ def test_a_run_continues_on_another_layout_and_back(home, helper):
     assert [r["loss"] for r in metrics(folder)][:2] == [r["loss"] for r in metrics(whole)][:2]
 
 
+MOVES = [("parallel=expert", "parallel.dp=2"), ("parallel.pp=2", "parallel.vpp=2"), ("parallel=context",)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [("parallel=expert", "parallel.dp=2"), ("parallel.pp=2", "parallel.vpp=2"), ("parallel=context",)]
-)
+@pytest.mark.parametrize("layout", MOVES)
 def test_a_run_continues_on_any_layout(home, helper, single, layout):
     _, whole = do(home, f"unmoved-{layout[0][9:11]}", *SHORT, "checkpoint.every=2")
     folder = go_back(whole, home / f"moved-{layout[0][9:11]}", 2)
