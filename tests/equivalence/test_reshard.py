@@ -45,14 +45,20 @@ def test_three_layouts_read_each_other(helper: Helper, tmp_path: Path) -> None:
     assert run(helper, 2, tmp_path, layouts, pairs) == []
 
 
+@pytest.fixture(scope="module")
+def written(helper: Helper, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of every layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for n in sorted({size(layout) for layout in LAYOUTS.values()}):
+        run(helper, n, folder, {name: layout for name, layout in LAYOUTS.items() if size(layout) == n})
+    return folder
+
+
 @pytest.mark.slow
-def test_all_layouts_read_each_other(helper: Helper, tmp_path: Path) -> None:
-    sizes = sorted({size(layout) for layout in LAYOUTS.values()})
-    of = {n: {name: layout for name, layout in LAYOUTS.items() if size(layout) == n} for n in sizes}
-    for n in sizes:
-        run(helper, n, tmp_path, of[n])
-    for n in sizes:
-        assert run(helper, n, tmp_path, of[n], {reader: list(LAYOUTS) for reader in of[n]}) == []
+@pytest.mark.parametrize("reader", LAYOUTS)
+def test_every_layout_reads_all(helper: Helper, written: Path, reader: str) -> None:
+    layout = LAYOUTS[reader]
+    assert run(helper, size(layout), written, {reader: layout}, {reader: list(LAYOUTS)}) == []
 
 
 @pytest.mark.slow
