@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import parallel
+import parallel.megatron  # what ranks import later is then imported once for all of them
 from parallel import checkpoint, checkpoint_save
 from parallel.boxes import Box
 from parallel.checkpoint import CheckpointError
