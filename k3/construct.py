@@ -28,12 +28,14 @@ def build(
     seed: int = 0,
     device: str | None = None,
     activations: ActivationConfig | None = None,
+    draw_values: bool = True,
 ) -> Model:
     """This rank's part of the model, every parameter drawn from `seed` by name.
 
     `dtype` is float32, bfloat16 or float64; what the release keeps in fp32 stays so under bfloat16. device="meta" builds the
-    shapes alone (for counting). `world` defaults to a single process, `activations` to saving all for the backward pass. Raises
-    ConfigError for a contradictory configuration.
+    shapes alone (for counting). `world` defaults to a single process, `activations` to saving all for the backward pass.
+    draw_values=False leaves parameters and router biases unset, for who fills every one. Raises ConfigError for a contradictory
+    configuration.
     """
     config.validate()
     world = world or start()
@@ -44,7 +46,8 @@ def build(
         if isinstance(module, Balancer):
             module.name = name.removesuffix(".feed_forward.router.balancer")
     table = cards(model)
-    draw(table, seed=seed, std=config.init_std, world=world)
+    if draw_values:
+        draw(table, seed=seed, std=config.init_std, world=world)
     mark(table, world)
     return model
 

@@ -25,6 +25,7 @@ def from_published(document: dict[str, Any]) -> K3Config:
     try:
         kda, layers = text["linear_attn_config"], text["num_hidden_layers"]
         bounded = kda.get("gate_lower_bound") is not None
+        _refuse_mixture(document, bounded)
         config = K3Config(
             vocab_size=text["vocab_size"],
             hidden_size=text["hidden_size"],
@@ -136,6 +137,21 @@ def to_published(config: K3Config) -> dict[str, Any]:
     if kda.gate is Gate.softplus:
         return {"architectures": ["KimiLinearForCausalLM"], **text}
     return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": text}
+
+
+def _refuse_mixture(document: dict[str, Any], bounded: bool) -> None:
+    """One gate applied to the other model's weights runs without an error and produces garbage (spec 2.3)."""
+    nested = "text_config" in document
+    if bounded and not nested:
+        raise ConfigError(
+            "config.json: linear_attn_config.gate_lower_bound is set in a Kimi Linear configuration (no text_config), whose "
+            "decay is a softplus without bound; remove it, or give Kimi K3's layout"
+        )
+    if nested and not bounded:
+        raise ConfigError(
+            "config.json: linear_attn_config.gate_lower_bound is missing in a Kimi K3 configuration, whose decay is bounded; "
+            f"give it (the release's is {KDAConfig.lower_bound}), or Kimi Linear's layout, without text_config"
+        )
 
 
 def _activation(name: str) -> Activation:

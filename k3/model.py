@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from k3.activations import ActivationConfig
 from k3.config import K3Config
 from k3.layout import row_plan
+from k3.origin import Origin
 from k3.stage import Stage
 from parallel.megatron import TransformerConfig
 from parallel.rows import RowBank
@@ -38,7 +39,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleDict({name: layer for stage in self.stages for name, layer in stage.layers.items()})
         if last.is_last:
             self.output_residual, self.norm, self.head, self.mtp = last.output_residual, last.norm, last.head, last.mtp
-        self.a_log_length: int | None = None  # of the published checkpoint it was loaded from (k3/hf.py)
+        self.origin: Origin | None = None  # the published checkpoint it was loaded from (k3/hf)
         self.is_whole = first.is_first and last.is_last and len(self.stages) == 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

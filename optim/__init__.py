@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optim.optimizer import Balancing, Optimizer, StepReport, build
-    from optim.state import StateError
 
-__all__ = ["Balancing", "Optimizer", "StateError", "StepReport", "build"]
+__all__ = ["Balancing", "Optimizer", "StepReport", "build"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'optim' has no attribute {name!r}")
-    from optim import optimizer, state
+    from optim import optimizer
 
-    return getattr(state if name == "StateError" else optimizer, name)
+    return getattr(optimizer, name)

@@ -9,7 +9,7 @@ whole model (the gradient norm, whether the step is skipped, which heads are cli
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from optim.home import Home
 from optim.muon import Muon
 from optim.table import Table, assign
 from optim.weight_clip import check_targets, clip_weights
+from parallel.boxes import Box
 from parallel.cards import CardTable
 from parallel.cards import Optimizer as Kind
 from parallel.clip import ClipTarget
@@ -174,12 +175,14 @@ class Optimizer:
         """Every tensor that a bitwise continuation needs beside the weights, under flat names; live, not copies."""
         return state.collect(self)
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over what `state_dict` gave, and sets bf16 weights from their masters. Every rank must call it with its own.
+    per_rank = False  # a checkpoint's word (parallel/checkpoint.py): the state is the model's, however it is cut
 
-        Raises StateError, changing nothing, where names are missing or unknown or a shape or dtype differs.
-        """
-        state.restore(self, tensors)
+    def boxes(self) -> Iterator[Box]:
+        """This rank's part of `state_dict` in the coordinates of the whole parameters, to be saved or loaded into."""
+        return state.boxes(self)
+
+    def loaded(self, anew: int | None = None) -> None:
+        """Sets bf16 weights from the masters, after the boxes were loaded into. Every rank must call it."""
         for name, master in self.masters.items():
             if not state.is_rounded(self._parts[name]):
                 master.copy_(self._parts[name].weight)  # the state does not hold it twice

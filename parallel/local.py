@@ -37,6 +37,7 @@ SETTLE = 1.0  # seconds after a failure: a rank that was killed may be collected
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 # What users of parallel/megatron.py import later, inside functions: here once for all ranks.
 LATER = (
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.distributed",
     "megatron.core.parallel_state",
     "megatron.core.pipeline_parallel",

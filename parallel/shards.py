@@ -8,7 +8,7 @@ gathers the updated weights. Without ZeRO, or without replicas, every part is th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.boxes import Box, Place, place
 from parallel.cards import Card, CardTable, Group, TensorAxis
 from parallel.world import World
 
@@ -31,6 +32,7 @@ class Shard:
     counted: bool  # this rank counts the part in sums over the model, and no other rank counts it too
     bucket: int = 0  # of megatron-core's buckets on this rank, all stages together: what lies in one is cut together
     reduced: Tensor | None = None  # under ZeRO-2, where the part's gradient lies, maybe in CPU memory; shaped like `weight`
+    place: Place | None = None  # where the parameter lies in the whole one; None: it is the whole one
 
     @property
     def start(self) -> int:
@@ -47,6 +49,20 @@ class Shard:
     def of(self, tensor: Tensor) -> Tensor:
         """The part of a tensor shaped like the parameter: the tensor itself where whole, else a flat view [stop - start]."""
         return tensor if self.whole else tensor.view(-1)[self.start : self.stop]
+
+    @property
+    def leads(self) -> bool:
+        """Whether, of all ranks, this one holds the whole parameter's first element and writes it."""
+        return self.start == 0 and (self.place is None or (self.place.replica == 0 and not any(self.place.offset)))
+
+    def boxes(self, name: str, tensor: Tensor) -> Iterator[Box]:
+        """A tensor shaped like `weight`, in the coordinates of the whole parameter."""
+        local = tuple(self.parameter.shape)
+        where = self.place or Place(local, (0,) * len(local), 0)
+        if self.whole:
+            yield where.box(name, tensor)
+        else:
+            yield from where.pieces(name, tensor, self.start, local)
 
     @property
     def weight(self) -> Tensor:
@@ -85,11 +101,13 @@ class Shards(Mapping[str, Shard]):
         shards = {}
         for card, p in cards.trained():
             group = world.groups.expt_dp if card.placement.group is Group.EXPERT else world.groups.dp_cp
-            first = _first_of_replicas(card, world)
+            first, where = _first_of_replicas(card, world), place(card, p, world)
             if (parts := ranges.get(p)) is not None and group.size() > 1:
-                shards[card.name] = Shard(p, parts, group.rank(), group, first, buckets[p], reduced.get(p))
+                where = replace(where, replica=0 if first else 1)
+                shards[card.name] = Shard(p, parts, group.rank(), group, first, buckets[p], reduced.get(p), where)
             else:
-                shards[card.name] = Shard(p, ((0, p.numel()),), 0, None, first and group.rank() == 0, reduced=reduced.get(p))
+                counted = first and group.rank() == 0
+                shards[card.name] = Shard(p, ((0, p.numel()),), 0, None, counted, reduced=reduced.get(p), place=where)
         return cls(shards, world, buffers)
 
     def __getitem__(self, name: str) -> Shard:

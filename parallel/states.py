@@ -1,29 +1,43 @@
-"""State providers for checkpoints: a module's tensors, and the random generators of a process."""
+"""State providers for checkpoints: a model's tensors, and the random generators of a process."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from parallel.boxes import Box, place
+from parallel.cards import CardTable
+from parallel.world import World
+
 
 class ModuleState:
-    """A module's parameters and persistent buffers. Loads in place, so that flat parameter buffers keep their views."""
+    """A module's parameters and persistent buffers, those of `cards` placed by their cards. Loads in place, so that flat
+    parameter buffers keep their views.
 
-    def __init__(self, module: nn.Module):
-        self.module = module
+    Buffers without a card must be alike on all ranks that hold the module (the averages of router balancers are).
+    """
 
-    def state_dict(self) -> dict[str, Tensor]:
+    per_rank = False
+
+    def __init__(self, module: nn.Module, cards: CardTable, world: World):
+        self.module, self.cards, self.world = module, cards, world
+
+    def boxes(self) -> Iterator[Box]:
         # megatron-core's layers add non-tensor `_extra_state` entries, empty outside fp8
-        return {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
+        for name, value in self.module.state_dict().items():
+            if not isinstance(value, Tensor):
+                continue
+            if name in self.cards:
+                yield place(self.cards[name], value, self.world).box(name, value)
+            else:
+                yield Box.whole(name, value, self.world.groups.tp_dp_cp.rank())
 
-    def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
-        with torch.no_grad():
-            for name, value in self.state_dict().items():
-                value.copy_(state[name])
+    def loaded(self, anew: int | None = None) -> None:
+        pass
 
 
 def seed_generators(seed: int) -> None:
@@ -36,7 +50,13 @@ def seed_generators(seed: int) -> None:
 class RandomState:
     """The generators of torch (CPU and this process's GPU), numpy and Python, as tensors."""
 
-    def state_dict(self) -> dict[str, Tensor]:
+    per_rank = True
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As they stand now."""
         version, words, gauss = random.getstate()
         _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         state = {
@@ -51,8 +71,19 @@ class RandomState:
             state["cuda"] = torch.cuda.get_rng_state()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
+    def boxes(self) -> Iterator[Box]:
+        self._tensors = self.tensors()
+        yield from (Box.whole(name, tensor) for name, tensor in self._tensors.items())
+
+    def loaded(self, anew: int | None = None) -> None:
+        """Sets the generators to what was loaded into the tensors of `boxes`, and with `anew`, this rank's number, draws every
+        generator's seed from that and the number.
+        """
+        state = self._tensors
         torch.set_rng_state(state["torch"])
+        if anew is not None:
+            seed_generators((int(torch.randint(2**31, ())) + anew) % 2**31)
+            return
         version, *words = state["python"].tolist()
         gauss = state["python.gauss"].item()
         random.setstate((version, tuple(words), None if gauss != gauss else gauss))

@@ -26,7 +26,8 @@ USER_ERRORS = {
     ("data.errors", "DataError"),
     ("parallel.cards", "CardError"),
     ("parallel.config", "ParallelError"),
-    ("parallel.checkpoint", "CheckpointError"),
+    ("parallel.checkpoint_folder", "CheckpointError"),
+    ("k3.hf.format", "CheckpointError"),
 }
 
 # What the machine refuses and no traceback explains better.
@@ -67,6 +68,14 @@ VERBS = {
         sections=("model", "optim", "parallel", "activations", "precision", "data"),
     ),
     "cards": Verb("print the parameters: shape, blocks, placement, optimizer", "recipes.cli:_cards", sections=("model",)),
+    "inspect": Verb(
+        "print what a run's last checkpoint, any checkpoint or a published folder holds", "recipes.cli:_inspect", usage="PATH"
+    ),
+    "export": Verb(
+        "write a checkpoint, whatever layout it is from, as a published folder",
+        "recipes.cli:_export",
+        usage="run_or_checkpoint=PATH out=FOLDER [quantise=mxfp4] [passthrough=FOLDER]",
+    ),
     "bench": Verb(
         "measure this machine; without a name, everything",
         "recipes.cli:_bench",
@@ -202,6 +211,18 @@ def _estimate(words: list[str]) -> int:
 
 def _cards(words: list[str]) -> int:
     from recipes.cards import run
+
+    return run(words)
+
+
+def _inspect(words: list[str]) -> int:
+    from recipes.inspect import run
+
+    return run(words)
+
+
+def _export(words: list[str]) -> int:
+    from recipes.export import run
 
     return run(words)
 

@@ -159,8 +159,12 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
 
     Whether a run may be continued with that is for recipes/run_folder.py to say, which also knows what is in the folder.
     """
+    before = base.parallel.tp
     for word in words:
         _set(base, word.key_or_group, get(typed, word.key_or_group))  # an option sets all of its section
+    typed_sp = any(word.key_or_group == "parallel.sp" for word in words)
+    if before != base.parallel.tp and 1 in (before, base.parallel.tp) and not typed_sp:
+        base.parallel.sp = None  # what was filled in for the other number of tensor ranks
     base.run.dir = str(folder)
     return base
 

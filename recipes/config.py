@@ -69,7 +69,9 @@ class RunConfig:
 @dataclass
 class CheckpointConfig:
     every: int = 50  # steps between checkpoints; 0: only at the end and on a signal
-    keep_last: int = 2  # older ones are deleted
+    keep_last: int = 2  # older ones are deleted,
+    keep_every: int = 0  # but not those of every so many steps; 0: none is kept for that
+    asynchronous: bool = True  # written while training goes on, which waits for the copy alone
 
 
 @dataclass

@@ -94,14 +94,14 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
         layout = dataclasses.asdict(cfg.parallel)
         compared = math.ceil(cfg.run.steps * cfg.run.compare_dense) or None
         prompt = (cfg.run.sample_prompt, cfg.run.sample_tokens, cfg.run.seed)
-        facts = {"data": prepared.key}
+        facts = {"data": prepared.key, "model": plain(cfg)["model"]}
         # every rank has as many: each may take part in what all compute, and all are asked at once whether to stop
         trainer.callbacks = [
             cb.Evaluation(heldout, baselines, cfg.run.eval_every, also=compared),
             cb.Balance(k3.balancing(trainer.module)),
+            cb.Checkpoints(folder.checkpoints, cfg.checkpoint, facts),
             cb.Metrics(folder.metrics, heads),
             cb.on_first(world, cb.ProgressBar()),
-            cb.Checkpoints(folder.checkpoints, every=cfg.checkpoint.every, keep_last=cfg.checkpoint.keep_last, facts=facts),
             cb.Sample(folder.path, prepared.tokenizer(), *prompt),
             *(
                 [cb.DenseComparison(lambda n: build(cfg, dense, world, prepared, steps=n), heldout, folder.metrics, compared)]
@@ -109,7 +109,7 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
                 else []
             ),
             cb.Pictures(folder.path),
-            cb.on_first(world, cb.Export(folder.path / "hf")),
+            cb.Export(folder.path / "hf"),
             cb.on_first(world, cb.Summary(folder.path, model, layout)),
             cb.on_first(world, cb.Wandb(cfg.wandb, folder.path, plain(cfg))),
         ]
@@ -208,7 +208,7 @@ def plain(cfg: Config) -> dict[str, Any]:
 
 def show_logs() -> None:
     """Shows what the rooms below log (which kernel runs, what data preparation does), and not what their libraries warn of."""
-    for name in ("k3", "data"):
+    for name in ("k3", "data", "parallel"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.propagate = False

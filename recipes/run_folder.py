@@ -15,23 +15,28 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any
 
 from parallel import checkpoint
+from parallel.config import ParallelConfig
 from recipes.compose import CONFIG_FILE, leaves, load_resolved, save_resolved
 from recipes.config import Config
 from recipes.errors import UserError, shown
 
+LAYOUT = {*(f"parallel.{item.name}" for item in fields(ParallelConfig)), "data.micro_batch_size"}
 # What a resume may change. Everything else, `run.steps` included (the learning-rate schedule spans it), decides the numbers,
 # and a run continues as if it had never stopped.
 FREE = {
     *("run.dir", "run.resume", "run.eval_every", "run.sample_tokens", "run.sample_prompt"),
-    *("run.threads", "run.device", "checkpoint.every", "checkpoint.keep_last", "wandb.mode", "wandb.project", "wandb.name"),
-    "data.cache",
+    *("run.threads", "run.device", "wandb.mode", "wandb.project", "wandb.name"),
+    *("checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.asynchronous", "data.cache"),
     # lets a run go on that the guard has stopped; else it would stop again at the same step
     *("optim.guard.enabled", "optim.guard.deviations", "optim.guard.grad_norm", "optim.guard.loss", "optim.guard.max_skipped"),
+    # another layout reads the same global batches and computes the same numbers up to rounding
+    *LAYOUT,
     # saves other tensors, computes the same numbers bit for bit
     *("activations.layer", "activations.attention", "activations.feed_forward", "activations.head"),
 }
@@ -43,9 +48,10 @@ class RunFolder:
     Of several ranks the first holds it for all: the others' have no `lock`, and neither write nor remove anything in it.
     """
 
-    def __init__(self, path: Path, lock: IO[str] | None, last: Path | None):
+    def __init__(self, path: Path, lock: IO[str] | None, last: Path | None, layout: Sequence[str] = ()):
         self.path = path
         self.checkpoint = last
+        self._layout = layout  # the words by which it differs from the one that the run began with
         self._lock = lock
 
     @property
@@ -60,7 +66,8 @@ class RunFolder:
     def resume_command(self) -> str:
         path = str(self.path)
         plain = re.fullmatch(r"[\w./-]+", path)  # anything else Hydra wants in quotes, and the shell wants around those
-        return "k3 pretrain " + (f"run.resume={path}" if plain else shlex.quote(f'run.resume="{path}"'))
+        resume = f"run.resume={path}" if plain else shlex.quote(f'run.resume="{path}"')
+        return " ".join(["k3 pretrain", resume, *map(shlex.quote, self._layout)])
 
     @property
     def is_complete(self) -> bool:
@@ -121,11 +128,12 @@ def _open(path: Path, cfg: Config, lock: IO[str]) -> RunFolder:
             f"begin it again with run.dir={path} run.resume=auto"
         )
     saved = dict(leaves(load_resolved(path / CONFIG_FILE)))
-    changed = [(key, saved[key], value) for key, value in leaves(cfg) if key not in FREE and value != saved[key]]
+    differing = [(key, saved[key], value) for key, value in leaves(cfg) if value != saved[key]]
+    changed = [(key, old, new) for key, old, new in differing if key not in FREE]
     if changed:
         lines = [f"{key}={shown(new)}: the run in {path} has {shown(old)}" for key, old, new in changed]
         raise UserError("\n".join(lines) + "\na resumed run continues as it began: leave this out, or start a new run")
-    return RunFolder(path, lock, last)
+    return RunFolder(path, lock, last, [f"{key}={shown(new)}" for key, _, new in differing if key in LAYOUT])
 
 
 def _hold(path: Path) -> IO[str]:

@@ -61,6 +61,9 @@ class Callback:
     def step(self, trainer: Trainer, result: StepResult) -> None:
         """After each optimizer step."""
 
+    def after(self, trainer: Trainer, result: StepResult) -> None:
+        """After every callback's `step`: what the step has left is written down."""
+
     def stuck(self, trainer: Trainer) -> None:
         """When too many steps in a row were skipped, before training ends with an error."""
 
@@ -112,6 +115,8 @@ class Trainer:
                 result = self.train_step()
                 for callback in self.callbacks:
                     callback.step(self, result)
+                for callback in self.callbacks:
+                    callback.after(self, result)
                 self._check(result)
             self._each("end")
             return self.progress.step >= steps and self._each("complete")

@@ -234,9 +234,12 @@ def _run(cfg: Config) -> Iterator[Refusal]:
         ("run.sample_tokens", r.sample_tokens, 0),
         ("checkpoint.every", c.every, 0),
         ("checkpoint.keep_last", c.keep_last, 1),
+        ("checkpoint.keep_every", c.keep_every, 0),
     ):
         if value < least:
             yield key, value, f"must be at least {least}"
+    if c.every > 0 and c.keep_every > 0 and c.keep_every % c.every:
+        yield "checkpoint.keep_every", c.keep_every, f"must be a multiple of checkpoint.every={c.every}: no other is saved"
     if not 0 <= r.compare_dense <= 1:
         yield "run.compare_dense", r.compare_dense, "is a share of the run: must lie in [0, 1]"
     if r.threads is not None and r.threads < 1:

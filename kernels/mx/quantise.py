@@ -29,6 +29,27 @@ def quantise(x: Tensor, format: str, rule: str = "rceil") -> tuple[Tensor, Tenso
     return codes.view(x.shape), scales
 
 
+def requantise(x: Tensor, format: str, kept: Tensor | None = None, rule: str = "rceil") -> tuple[Tensor, Tensor]:
+    """As `quantise`, but a block that is exact under its scale in `kept` (uint8 [..., C / 32]) keeps that scale.
+
+    Values do not tell their scale: a block whose greatest element was 3, 2 or less fits under a smaller scale, too, and zeros
+    under any. With the scales that values came with, codes come back bit for bit, the sign of zero included.
+    """
+    codes, scales = quantise(x, format, rule)
+    if kept is None:
+        return codes, scales
+    if kept.shape != scales.shape:
+        raise ValueError(f"kept scales of shape {tuple(kept.shape)} do not fit {tuple(x.shape)}: one per {BLOCK}")
+    fmt = _look_up(format)
+    blocks = _in_blocks(x).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    inverse = power_of_two(254 - kept.clamp(max=254)).to(blocks.dtype)
+    other = fmt.encode(blocks * inverse.unsqueeze(-1))
+    back = fmt.decode(other).to(blocks.dtype) * power_of_two(kept).to(blocks.dtype).unsqueeze(-1)
+    exact = (back == blocks).all(-1)  # never under the scale that says NaN
+    scales = torch.where(exact, kept, scales)
+    return torch.where(exact.unsqueeze(-1), other, codes.view(other.shape)).view(x.shape), scales
+
+
 def dequantise(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """The inverse map: codes uint8 [..., C] and scales uint8 [..., C / 32] -> [..., C] in `dtype`."""
     fmt = _look_up(format)

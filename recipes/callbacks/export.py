@@ -5,15 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from recipes.console import say
+from parallel.together import from_first
 from recipes.trainer import Callback, Trainer
 
 
 class Export(Callback):
-    """Writes `folder` when the run is complete, in place of one that an interrupted end has left.
-
-    Nothing is written, and a line says so, where the model is cut over tensor or expert ranks.
-    """
+    """Writes `folder` when the run is complete, in place of one that an interrupted end has left. Every rank takes part."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -21,9 +18,6 @@ class Export(Callback):
     def complete(self, trainer: Trainer) -> None:
         from k3 import hf  # imports megatron, whose remarks recipes.pretrain.show_logs must silence first
 
-        if (ranks := hf.cut(trainer.objective.world)) is not None:
-            say(f"no {self.folder.name}/: the published layout needs whole tensors, and this model is cut over {ranks}")
-            return
-        shutil.rmtree(self.folder, ignore_errors=True)
+        from_first(trainer.objective.world, lambda: shutil.rmtree(self.folder, ignore_errors=True))
         hf.save(trainer.module, self.folder)
         trainer.results["export"] = self.folder.name

@@ -42,6 +42,7 @@ from parallel.clip import ClipTarget
 from parallel.config import ParallelConfig
 from parallel.shards import Shard, Shards
 from parallel.world import World
+from tests.optim.cases import take_over
 
 HEADS, WIDTH, EXPERTS = 4, 30, 4  # rows of 30: the cut's edges, at multiples of 64, fall inside rows too
 QUERY, KEY_VALUE = "q.weight", "kv.weight"
@@ -168,7 +169,7 @@ def _train(case: Case, world: World) -> dict[str, Any]:
                 if p.dtype == torch.bfloat16:
                     p.data.zero_()  # comes back from the masters of all ranks
             optimizer = build()
-            optimizer.load_state_dict(state)
+            take_over(optimizer, state)
             restored = all(torch.equal(p, weights[name]) for name, p in tensors.items())
         model.zero_grad()
         for name, gradient in drawn(100 + step).items():

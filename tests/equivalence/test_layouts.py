@@ -57,6 +57,9 @@ SWITCHES = [
     "model.kda.gate=softplus model.kda.output_gate=low_rank",
     "model.kda.output_gate=none",
     "model.mla.output_gate=false model.mla.q_lora_rank=null",
+    # Kimi Linear
+    "model.kda.gate=softplus model.kda.output_gate=low_rank model.mla.output_gate=false model.mla.q_lora_rank=null "
+    "model.residual=sum model.latent=false model.latent_norm=false model.activation=swiglu model.mtp_layers=0",
     "model.moe.balance=bias",
     "model.moe.balance=aux",
     "model.moe.balance=none",

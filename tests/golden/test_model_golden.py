@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import k3
 from k3 import hf
+from k3.hf.pieces import pieces
 from tests.golden.vectors import FOLDER, load, relative_error
 
 DTYPES = [torch.float32, torch.float64]
@@ -26,9 +27,8 @@ def published(m: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str,
     table = k3.cards(m)
     out = {}
     for name, value in tensors.items():
-        for slot, expert, rows in hf._slots(table[name]):
-            part = hf._target(value, expert, rows)
-            out[slot] = part.unsqueeze(1) if table[name].role == "convolution" else part
+        for piece in pieces([table[name]]):
+            out[piece.name] = value[tuple(slice(*r) for r in piece.region)].reshape(piece.shape)
     return out
 
 

@@ -85,6 +85,28 @@ def test_numbers_on_the_grid_survive(format: str, dtype: torch.dtype, rule: str)
     assert torch.equal(mx.fake_quantise(once, format, rule), once)
 
 
+@given(seed=st.integers(0, 2**20))
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("format", ["mxfp4"])
+def test_codes_come_back_bit_for_bit_with_the_scales_they_had(format: str, dtype: torch.dtype, seed: int) -> None:
+    """Any codes under any scales: blocks of zeros of both signs, and blocks that fit under smaller scales, included."""
+    gen = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (64, 4, 32), generator=gen, dtype=torch.uint8)
+    most = torch.randint(0, 8, (64, 4, 1), generator=gen, dtype=torch.uint8)
+    codes = ((codes & 8) | torch.minimum(codes & 7, most)).view(64, 128)
+    scales = torch.randint(0, 252, (64, 4), generator=gen, dtype=torch.uint8)
+    x = mx.dequantise(codes, scales, format, dtype)
+    got = mx.requantise(x, format, scales)
+    assert torch.equal(got[0], codes) and torch.equal(got[1], scales)
+    alone = mx.requantise(x, format)
+    assert not torch.equal(alone[1], scales), "values do not tell their scales"
+    assert torch.equal(mx.dequantise(*alone, format, dtype), x)
+    # a scale that would change a value is not kept
+    coarse = mx.requantise(x, format, scales + 3)
+    assert torch.equal(mx.dequantise(*coarse, format, dtype), x)
+
+
 @pytest.mark.parametrize("format", mx.FORMATS)
 def test_a_block_with_nan_or_infinity_is_nan(format: str) -> None:
     x = torch.ones(3, 32)
@@ -109,6 +131,8 @@ def test_pack_puts_the_even_column_low() -> None:
 
 
 def test_errors_name_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"kept scales of shape \(3,\) do not fit \(2, 64\): one per 32"):
+        mx.requantise(torch.zeros(2, 64), "mxfp4", torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match="multiple of 32"):
         mx.quantise(torch.zeros(2, 33), "mxfp4")
     with pytest.raises(ValueError, match="one of mxfp4, mxfp8"):

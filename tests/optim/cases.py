@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from optim.optimizer import Optimizer as Trained
 from parallel.cards import Blocks, Card, CardTable, Optimizer, Placement, Published, TensorAxis, fused, heads, not_a_matrix, whole
 
 HEADS, WIDTH, EXPERTS = 4, 32, 3
@@ -42,3 +45,13 @@ def give_gradients(tensors: dict[str, torch.nn.Parameter], seed: int, scale: flo
     gen = torch.Generator().manual_seed(seed)
     for p in tensors.values():
         p.grad = (torch.randn(p.shape, generator=gen, dtype=torch.float64) * scale).to(p.dtype)
+
+
+@torch.no_grad()
+def take_over(optimizer: Trained, saved: Mapping[str, Tensor]) -> None:
+    """What loading a checkpoint of this very layout does."""
+    state = optimizer.state_dict()
+    assert state.keys() == saved.keys()
+    for name, tensor in state.items():
+        tensor.copy_(saved[name])
+    optimizer.loaded()

@@ -104,7 +104,7 @@ def test_a_spike_skips_the_step_and_a_restored_record_decides_alike(name: Optimi
     saved = {n: t.clone() for n, t in optimizer.state_dict().items()}
     weights = {n: p.detach().clone() for n, p in tensors.items()}
     resumed = optim.build(cfg, cases.table({n: torch.nn.Parameter(w) for n, w in weights.items()}), steps=20)
-    resumed.load_state_dict(saved)
+    cases.take_over(resumed, saved)
     for run, parameters in ((optimizer, tensors), (resumed, resumed.parameters)):
         cases.give_gradients(parameters, 5, scale=100.0)
         report = run.step(loss=2.4)

@@ -86,7 +86,7 @@ def test_state_goes_from_one_to_the_other(dtype: torch.dtype) -> None:
         there = _trained(_cfg(offload), dtype, steps=0)
         for name, p in there.parameters.items():
             p.data.copy_(reference.parameters[name].data)
-        there.load_state_dict(reference.state_dict())
+        cases.take_over(there, reference.state_dict())
         for name, weight in there._weights().items():
             assert torch.equal(weight, reference._weights()[name]), name
 

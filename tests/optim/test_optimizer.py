@@ -209,7 +209,7 @@ def test_a_restored_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     lost = dtype == torch.bfloat16  # those weights come back from their masters
     other = {n: torch.nn.Parameter(p.detach().clone() * (not lost)) for n, p in tensors.items()}
     resumed = optim.build(OptimConfig(), cases.table(other), steps=10)
-    resumed.load_state_dict(saved)
+    cases.take_over(resumed, saved)
     assert all(torch.equal(p, other[n]) for n, p in tensors.items())
     for seed in range(3, 6):
         for run, params in ((optimizer, tensors), (resumed, other)):
@@ -226,25 +226,6 @@ def test_state_names() -> None:
     names = set(optimizer.state_dict())
     assert {"step", "skipped", f"{Q}.momentum", f"{Q}.master", f"{NORM}.exp_avg", f"{NORM}.exp_avg_sq"} <= names
     assert f"{NORM}.momentum" not in names and f"{Q}.exp_avg" not in names
-
-
-def test_a_state_that_does_not_fit_is_refused_whole() -> None:
-    optimizer = optim.build(OptimConfig(), cases.table(cases.parameters()), steps=1)
-    state = {n: t + 1 for n, t in optimizer.state_dict().items()}
-    del state[f"{Q}.momentum"]
-    state["extra"] = torch.zeros(1)
-    state[f"{KV}.momentum"] = torch.zeros(2, 2)
-    state[f"{NORM}.exp_avg"] = state[f"{NORM}.exp_avg"].double()
-    with pytest.raises(optim.StateError) as error:
-        optimizer.load_state_dict(state)
-    for part in (
-        f"missing: {Q}.momentum",
-        "unknown: extra",
-        f"{KV}.momentum is (2, 2)",
-        f"{NORM}.exp_avg is (32,) torch.float64",
-    ):
-        assert part in str(error.value)
-    assert optimizer.step_count == 0 and not optimizer.adamw.exp_avg_sq[NORM].any()
 
 
 def test_dials_out_of_range_are_all_named() -> None:

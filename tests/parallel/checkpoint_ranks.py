@@ -1,8 +1,9 @@
-"""What tests/parallel/test_checkpoint.py has each of two ranks do."""
+"""What tests/parallel/test_checkpoint.py has each of several ranks do."""
 
 from __future__ import annotations
 
-import dataclasses
+import errno
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,50 +11,99 @@ import torch
 from torch import Tensor
 
 import parallel
-from parallel import checkpoint
+import parallel.megatron  # what ranks import later is then imported once for all of them
+from parallel import checkpoint, checkpoint_save
+from parallel.boxes import Box
 from parallel.checkpoint import CheckpointError
 from parallel.config import ParallelConfig
 
 
 class Bag:
-    def __init__(self, **tensors: Tensor):
-        self.tensors = tensors
+    """Tensors that all ranks hold alike, or with `per_rank` each its own."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.tensors
+    def __init__(self, *, per_rank: bool = False, **tensors: Tensor):
+        self.per_rank, self.tensors, self.anew = per_rank, tensors, "not loaded"
 
-    def load_state_dict(self, state: Any) -> None:
-        self.tensors = dict(state)
+    def boxes(self) -> Iterator[Box]:
+        rank = torch.distributed.get_rank()
+        yield from (Box.whole(name, tensor, rank) for name, tensor in self.tensors.items())
+
+    def loaded(self, anew: int | None = None) -> None:
+        self.anew = anew
+
+
+class Rows:
+    """A matrix of which each rank holds `counts[rank]` rows, an uneven cut."""
+
+    per_rank = False
+
+    def __init__(self, whole: Tensor, counts: list[int]):
+        first = sum(counts[: torch.distributed.get_rank()])
+        self.first, self.whole = first, whole
+        self.mine = whole[first : first + counts[torch.distributed.get_rank()]].clone()
+
+    def boxes(self) -> Iterator[Box]:
+        yield Box("rows", self.mine, tuple(self.whole.shape), (self.first, 0))
+
+    def loaded(self, anew: int | None = None) -> None:
+        pass
 
 
 def save(folder: str, damage: str = "") -> dict[str, Any]:
-    """Each rank saves ten times its number and loads it back: what it got, the facts, the refusals of what does not fit."""
-    config = ParallelConfig(dp=2)
-    world = parallel.start(config)
-    mine = Bag(x=torch.full((300,), 10.0 * world.rank))
-    failure = None
+    """Each rank saves ten times its number and its rows, and loads both back, the rows cut otherwise: what it got."""
+    world = parallel.start(ParallelConfig(dp=2))
+    whole = torch.arange(35.0).view(7, 5)
+    mine = Bag(per_rank=True, x=torch.full((300,), 10.0 * world.rank))
     if damage == "disk" and world.rank == 1:
-        checkpoint._verify = lambda path, tensors: (_ for _ in ()).throw(CheckpointError(f"{path.name}: no such luck"))
+        checkpoint_save.os.fsync = full
+    stored = {"bag": mine, "rows": Rows(whole, [5, 2])}
+    saver = checkpoint.Saver(Path(folder), world, asynchronous=damage != "disk")
     try:
-        path = checkpoint.save(Path(folder), 3, {"bag": mine}, {"position": 3 + world.rank}, keep_last=1, world=world)
+        path = saver.save(3, stored, {"position": 3 + world.rank})
+        saver.wait()
     except CheckpointError as error:
         return {"failure": str(error)}
     if damage == "file" and world.rank == 1:
-        file = path / "rank_0001/bag.safetensors"
-        content = bytearray(file.read_bytes())
+        content = bytearray((path / "__1_0.distcp").read_bytes())
         content[-9] ^= 1
-        file.write_bytes(content)
+        (path / "__1_0.distcp").write_bytes(content)
     torch.distributed.barrier()
-    other = Bag(x=torch.zeros(300))
-    facts = None
+    other, rows = Bag(per_rank=True, x=torch.zeros(300)), Rows(torch.zeros(7, 5), [1, 6])
+    facts, failure = None, None
     try:
-        facts = checkpoint.load(path, {"bag": other}, world)
+        facts = checkpoint.load(path, {"bag": other, "rows": rows}, world)
     except CheckpointError as error:
         failure = str(error)
-    another = dataclasses.replace(world, config=dataclasses.replace(config, zero=0))
-    refusal = None
-    try:
-        checkpoint.load(path, {"bag": Bag(x=torch.zeros(300))}, another)
-    except CheckpointError as error:
-        refusal = str(error)
-    return {"got": other.tensors["x"][0].item(), "facts": facts, "failure": failure, "refusal": refusal}
+    return {"got": other.tensors["x"][0].item(), "facts": facts, "failure": failure, "rows": rows.mine, "anew": other.anew}
+
+
+def full(handle: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fails_in_the_background(folder: str) -> list[Any]:
+    """One good checkpoint; then rank 1's disk is full: what each call of the saver said, on this rank."""
+    world = parallel.start(ParallelConfig(dp=2))
+    bag = Bag(x=torch.ones(10))
+    saver = checkpoint.Saver(Path(folder), world)
+    saver.save(1, {"bag": bag}, {})
+    saver.wait()
+    if world.rank == 1:
+        checkpoint_save.os.fsync = full
+    said: list[Any] = []
+    saver.save(2, {"bag": bag}, {})
+    while not said:
+        try:
+            saver.poll()
+        except CheckpointError as error:
+            said.append(str(error))
+    saver.poll()
+    return said
+
+
+def load(folder: str, config: ParallelConfig) -> dict[str, Any]:
+    """Loads what `save` wrote under another layout."""
+    world = parallel.start(config)
+    other, rows = Bag(per_rank=True, x=torch.zeros(300)), Rows(torch.zeros(7, 5), [2, 2, 3][: world.size])
+    checkpoint.load(Path(folder), {"bag": other, "rows": rows}, world)
+    return {"got": other.tensors["x"][0].item(), "rows": rows.mine, "anew": other.anew}

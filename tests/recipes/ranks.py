@@ -13,10 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 
-import k3
-import parallel
-from k3 import hf
-from parallel.config import ParallelConfig
 from recipes import pretrain
 from recipes.compose import compose
 from recipes.trainer import Callback, StepResult, Trainer
@@ -74,16 +70,3 @@ def train(words: list[str], said: str | None = None, disturb: tuple[str, int] | 
         pretrain.cb.on_first = lambda world, callback: Disturb(*disturb)
     code = pretrain.pretrain(compose(words))
     return {"code": code, "progress": trained[0].progress, "skipped": trained[0].optimizer.skipped_count}
-
-
-def export(folder: str) -> tuple[str, str]:
-    """What k3.hf says to a model cut over two tensor ranks: when it is saved, and when one is loaded into such a world."""
-    world = parallel.start(ParallelConfig(tp=2))
-    said = []
-    for act in (lambda: hf.save(k3.build(k3.preset("tiny"), world), Path(folder) / "hf"), lambda: hf.load(folder, world=world)):
-        try:
-            act()
-            said.append("")
-        except hf.CheckpointError as error:
-            said.append(str(error))
-    return said[0], said[1]

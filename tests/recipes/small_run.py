@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
+from parallel import checkpoint, checkpoint_index
 from recipes.compose import compose
 from recipes.pretrain import pretrain
 
@@ -58,12 +58,19 @@ def curve(folder: Path) -> list[tuple[int, float, float | None, float, dict]]:
     return [(r["step"], r["loss"], r.get("heldout_loss"), r["grad_norm"], r.get("load/experts")) for r in metrics(folder)]
 
 
-def same_checkpoint(one: Path, other: Path) -> None:
-    """Asserts that two checkpoints hold the same tensors, bit for bit."""
-    for name in ("model", "optimizer", "random"):
-        first, second = load_file(one / f"{name}.safetensors"), load_file(other / f"{name}.safetensors")
-        assert first.keys() == second.keys()
-        for key, tensor in first.items():
-            assert tensor.dtype == second[key].dtype and tensor.shape == second[key].shape, key
-            a, b = tensor.reshape(-1).view(torch.uint8), second[key].reshape(-1).view(torch.uint8)
-            assert torch.equal(a, b), f"{name}: {key} differs"
+def stored(path: Path, part: str = "") -> dict[str, torch.Tensor]:
+    """The whole tensors of a checkpoint whose names begin with `part`."""
+    index = checkpoint_index.read(path, checkpoint.facts(path)["files"])
+    return {name: checkpoint_index.tensor(path, index, name) for name in index.state_dict_metadata if name.startswith(part)}
+
+
+def same_checkpoint(one: Path, other: Path, *, but: str | None = None) -> None:
+    """Asserts that two checkpoints hold the same tensors, bit for bit, but those of the provider `but`."""
+    first, second = stored(one), stored(other)
+    if but is not None:
+        first, second = ({k: t for k, t in of.items() if not k.startswith(but + ".")} for of in (first, second))
+    assert first.keys() == second.keys() and first
+    for key, tensor in first.items():
+        assert tensor.dtype == second[key].dtype and tensor.shape == second[key].shape, key
+        a, b = tensor.reshape(-1).view(torch.uint8), second[key].reshape(-1).view(torch.uint8)
+        assert torch.equal(a, b), f"{key} differs"

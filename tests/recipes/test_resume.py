@@ -222,11 +222,11 @@ def test_other_data_is_refused(home, whole):
 
 def test_a_damaged_checkpoint_is_a_message(home, whole):
     folder = go_back(whole, home / "damaged", 4)
-    file = folder / "checkpoints/step_4/optimizer.safetensors"
+    file = folder / "checkpoints/step_4/__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"optimizer\.safetensors: damaged"):
+    with pytest.raises(UserError, match=r"__0_0\.distcp: damaged[^$]*go on from an earlier one \(step_2\)"):
         resume(folder)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from data import DataError
 from parallel import checkpoint
+from parallel.checkpoint_folder import STATE
 from recipes.compose import compose
 from recipes.pretrain import pretrain
 
@@ -24,6 +25,6 @@ def test_a_missing_pointer_loses_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     for step in (3, 20, 5):
         (tmp_path / f"step_{step}").mkdir()
-        (tmp_path / f"step_{step}" / checkpoint.STATE).write_text("{}")
+        (tmp_path / f"step_{step}" / STATE).write_text("{}")
     (tmp_path / "step_40").mkdir()  # never finished
     assert checkpoint.latest(tmp_path) == tmp_path / "step_20"

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import data
 import k3
@@ -23,11 +22,12 @@ from recipes import summary
 from recipes.callbacks import Balance, Checkpoints, Evaluation, Metrics
 from recipes.callbacks.progress import clock
 from recipes.compose import compose
+from recipes.config import CheckpointConfig
 from recipes.interrupts import Interrupts
 from recipes.objective import Objective, heldout_loss
 from recipes.pretrain import build
 from recipes.trainer import Callback, TrainingError
-from tests.recipes.small_run import do, metrics, words, write_corpus
+from tests.recipes.small_run import do, metrics, same_checkpoint, stored, words, write_corpus
 
 MAX_SKIPPED = GuardConfig().max_skipped
 
@@ -154,7 +154,7 @@ def test_steps_without_a_finite_loss_change_nothing_and_end_training(make, tmp_p
     trainer = make()
     spoil = Spoil(how, after=2)
     bias = lambda: [b.bias.clone() for b in k3.balancing(trainer.module)]
-    checkpoints = Checkpoints(tmp_path / "checkpoints", every=1, keep_last=2, facts={})
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(every=1), {})
     trainer.callbacks = [spoil, Metrics(tmp_path / "metrics.jsonl"), checkpoints]
     with pytest.raises(
         TrainingError, match=rf"steps 3 to {2 + MAX_SKIPPED} were all skipped \(last: the {how}( norm)? is not finite"
@@ -175,23 +175,19 @@ def test_a_run_that_is_stuck_leaves_the_last_good_state(make, tmp_path):
     """The checkpoint is, bit for bit, the one that a run that ended before the skipped steps writes."""
     quick = ("optim.guard.min_steps=2", "optim.guard.window=4", "optim.guard.max_skipped=3")
     stuck, ended = make(*quick), make(*quick)
-    saver = Checkpoints(tmp_path / "stuck", every=0, keep_last=2, facts={})
+    saver = Checkpoints(tmp_path / "stuck", CheckpointConfig(every=0), {})
     stuck.callbacks = [Spoil("spike", after=4), Metrics(tmp_path / "metrics.jsonl"), saver]
     seed_generators(1)
     with pytest.raises(TrainingError, match=r"steps 5 to 7 were all skipped \(last: spike of the loss, [\d.e+]+ times the"):
         stuck.run(20)
     reasons = [r.get("skip_reason") for r in metrics(tmp_path)]
     assert reasons[:4] == [None] * 4 and all(" times the median of the last 4 (limit " in r for r in reasons[4:])
-    ended.callbacks = [Checkpoints(tmp_path / "ended", every=0, keep_last=2, facts={})]
+    ended.callbacks = [Checkpoints(tmp_path / "ended", CheckpointConfig(every=0), {})]
     seed_generators(1)
     ended.run(4)
     found, wanted = (checkpoint.latest(tmp_path / name) for name in ("stuck", "ended"))
     assert found.name == wanted.name == "step_4"
-    for name in ("model", "optimizer", "random"):
-        first, second = (load_file(path / f"{name}.safetensors") for path in (found, wanted))
-        assert first.keys() == second.keys() and first
-        for key, tensor in first.items():
-            assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (tensor, second[key]))), f"{name}: {key} differs"
+    same_checkpoint(found, wanted)
     theirs, ours = (checkpoint.facts(path) for path in (wanted, found))
     assert {**theirs["progress"], "train_seconds": 0} == {**ours["progress"], "train_seconds": 0}
     assert theirs["data_position"] == ours["data_position"] == 4
@@ -201,7 +197,7 @@ def test_a_run_that_is_stuck_from_its_first_step_saves_nothing(make, tmp_path):
     trainer = make("optim.guard.max_skipped=2")
     spoil = Spoil("loss", after=0)
     spoil.start = lambda trainer: spoil.spoil(trainer)
-    trainer.callbacks = [spoil, Checkpoints(tmp_path / "checkpoints", every=1, keep_last=2, facts={})]
+    trainer.callbacks = [spoil, Checkpoints(tmp_path / "checkpoints", CheckpointConfig(every=1), {})]
     with pytest.raises(TrainingError, match="steps 1 to 2"):
         trainer.run(20)
     assert not (tmp_path / "checkpoints").exists()
@@ -320,8 +316,10 @@ def test_a_complete_run_leaves_everything(home, capsys):
     assert (folder / "sample.txt").read_text().startswith("def ")
     assert (folder / "checkpoints/latest").read_text() == "step_4\n"
     exported = dict(hf.load(folder / "hf").named_parameters())
-    stored = load_file(folder / "checkpoints/step_4/model.safetensors")
-    assert all(torch.equal(value, stored[name]) for name, value in exported.items()) and exported
+    kept = stored(folder / "checkpoints/step_4", "model.")
+    assert all(torch.equal(value, kept[f"model.{name}"]) for name, value in exported.items()) and exported
+    recorded = [r for r in metrics(folder) if "checkpoint/seconds" in r]
+    assert recorded and all(0 < r["checkpoint/stall_seconds"] <= r["checkpoint/seconds"] for r in recorded)
     text = (folder / "summary.txt").read_text()
     assert text.strip() in said and "equal time  at 50% of its schedule a dense transformer" in text and "unigram" in text
     assert "layers.*.attention.q_proj.weight" in said and "muon" in said, "the parameter -> optimizer table"
