@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def full(handle: int) -> None:
 def fails_in_the_background(folder: str) -> list[Any]:
     """One good checkpoint; then rank 1's disk is full: what each call of the saver said, on this rank."""
     world = parallel.start(ParallelConfig(dp=2))
-    bag = Bag(x=torch.ones(10))
+    bag = Bag(per_rank=True, x=torch.ones(10))  # else one rank would write for both
     saver = checkpoint.Saver(Path(folder), world)
     saver.save(1, {"bag": bag}, {})
     saver.wait()
@@ -92,7 +93,8 @@ def fails_in_the_background(folder: str) -> list[Any]:
         checkpoint_save.os.fsync = full
     said: list[Any] = []
     saver.save(2, {"bag": bag}, {})
-    while not said:
+    until = time.monotonic() + 60
+    while not said and time.monotonic() < until:
         try:
             saver.poll()
         except CheckpointError as error:
