@@ -237,15 +237,14 @@ def _others(
             extra_scale_factor=0.2,
         ),
     )
-    if precision is not MuonPrecision.bf16:
-        return
-    yield side(
-        "torch.optim.Muon",
-        True,
-        lambda parameters: torch.optim.Muon(
-            parameters, lr=LR, weight_decay=DECAY, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
-        ),
-    )
+    if precision is MuonPrecision.bf16:
+        yield side(
+            "torch.optim.Muon",
+            True,
+            lambda parameters: torch.optim.Muon(
+                parameters, lr=LR, weight_decay=DECAY, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
+            ),
+        )
     if find_spec("deepspeed") is not None:
         theirs = _deepspeed()
         for method in _deepspeed_methods(precision):
