@@ -161,12 +161,21 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
     """
     before = base.parallel.tp
     for word in words:
-        _set(base, word.key_or_group, get(typed, word.key_or_group))  # an option sets all of its section
+        for key in _set_by(word.key_or_group):
+            _set(base, key, get(typed, key))
     typed_sp = any(word.key_or_group == "parallel.sp" for word in words)
     if before != base.parallel.tp and 1 in (before, base.parallel.tp) and not typed_sp:
         base.parallel.sp = None  # what was filled in for the other number of tensor ranks
     base.run.dir = str(folder)
     return base
+
+
+def _set_by(key: str) -> list[str]:
+    """The keys that typing `key` sets at a resume: an option of these groups all of its section, of others where options differ."""
+    if key not in GROUPS or key in ("model", "parallel", "activations"):
+        return [key]
+    options = [dict(leaves(make())) for make in GROUPS[key].values()]
+    return [f"{key}.{name}" for name in options[0] if any(option[name] != options[0][name] for option in options)]
 
 
 def _fill(cfg: Config, job: str) -> None:

@@ -171,6 +171,7 @@ def test_a_resume_takes_the_configuration_of_the_run(tmp_path: Path):
 
     automatic = compose(["run.resume=auto", f"run.dir={tmp_path}", "optim=muon"])
     assert automatic.model == first.model and automatic.optim == first.optim, "a group typed again resets nothing inside it"
+    assert compose([f"run.resume={tmp_path}", "optim=muonclip"]).optim.muon.per_head is False, "but what the option is about"
     assert compose([f"run.resume={tmp_path}", "activations=full"]).activations == full()
     assert compose([f"run.resume={tmp_path}", "model=nano"]).model == PRESETS["nano"](), "what is typed is never dropped"
 
