@@ -171,7 +171,7 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
 
 
 def _set_by(key: str) -> list[str]:
-    """The keys that typing `key` sets at a resume: an option of these groups all of its section, of others where options differ."""
+    """The keys that typing `key` sets at a resume: all of the section for these groups, else what the options differ in."""
     if key not in GROUPS or key in ("model", "parallel", "activations"):
         return [key]
     options = [dict(leaves(make())) for make in GROUPS[key].values()]
