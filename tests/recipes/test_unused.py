@@ -42,6 +42,7 @@ IDLE = {
     "parallel.overlap": ["parallel.overlap=false"],
     "activations.attention": ["activations.layer=recompute", "activations.attention=recompute"],
     "activations.feed_forward": ["activations=full", "activations.feed_forward=recompute"],
+    "checkpoint.keep_every": ["checkpoint.every=0", "checkpoint.keep_every=10"],
     "run.sample_prompt": ["run.sample_tokens=0", "run.sample_prompt=class"],
     "wandb.project": ["wandb.mode=disabled", "wandb.project=x"],
     "wandb.name": ["wandb.mode=disabled", "wandb.name=x"],
