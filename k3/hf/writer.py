@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from k3.hf.format import CONFIG, INDEX, NAMES, SINGLE, CheckpointError, Entry, header, layout, some
+from parallel.checkpoint_folder import flush
 
 
 class Writer:
@@ -84,9 +85,9 @@ class Writer:
             for file in self._building.iterdir():
                 with file.open("r+b") as stream:
                     os.fsync(stream.fileno())
-            _sync_folder(self._building)
+            flush(self._building)
             os.rename(self._building, self.path)
-            _sync_folder(self.path.parent)
+            flush(self.path.parent)
         except BaseException:
             self.abort()
             raise
@@ -115,11 +116,3 @@ def _to_disk(stream: BinaryIO) -> None:
     with stream:
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
