@@ -36,6 +36,7 @@ def summarise(records: Sequence[dict[str, Any]], model: dict[str, Any], results:
         "dense": results.get("dense"),
         "export": results.get("export"),
         "checkpoint": results.get("checkpoint"),
+        "saving": results.get("saving"),
         "versions": versions(),
     }
 

@@ -69,6 +69,7 @@ class Checkpoints(Callback):
     def end(self, trainer: Trainer) -> None:
         trainer.results["checkpoint"] = str(self.save(trainer))
         self._saver.wait()
+        trainer.results["saving"] = self._saver.timings()  # no step follows whose metrics could carry them
 
     def close(self, trainer: Trainer) -> None:
         if self.saver is not None and (failure := self.saver.close()):

@@ -127,11 +127,11 @@ def test_it_learns(make):
 class Spoil(Callback):
     """From a step on, every loss is infinite or large (with the gradients as they are), or a parameter's gradient is NaN."""
 
-    def __init__(self, how, after):
-        self.how, self.after = how, after
+    def __init__(self, how, since):
+        self.how, self.since = how, since
 
     def step(self, trainer, result):
-        if result.step == self.after:
+        if result.step == self.since:
             self.before = parameters(trainer)
             self.spoil(trainer)
 
@@ -152,7 +152,7 @@ class Spoil(Callback):
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 def test_steps_without_a_finite_loss_change_nothing_and_end_training(make, tmp_path, how):
     trainer = make()
-    spoil = Spoil(how, after=2)
+    spoil = Spoil(how, since=2)
     bias = lambda: [b.bias.clone() for b in k3.balancing(trainer.module)]
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(every=1), {})
     trainer.callbacks = [spoil, Metrics(tmp_path / "metrics.jsonl"), checkpoints]
@@ -176,7 +176,7 @@ def test_a_run_that_is_stuck_leaves_the_last_good_state(make, tmp_path):
     quick = ("optim.guard.min_steps=2", "optim.guard.window=4", "optim.guard.max_skipped=3")
     stuck, ended = make(*quick), make(*quick)
     saver = Checkpoints(tmp_path / "stuck", CheckpointConfig(every=0), {})
-    stuck.callbacks = [Spoil("spike", after=4), Metrics(tmp_path / "metrics.jsonl"), saver]
+    stuck.callbacks = [Spoil("spike", since=4), Metrics(tmp_path / "metrics.jsonl"), saver]
     seed_generators(1)
     with pytest.raises(TrainingError, match=r"steps 5 to 7 were all skipped \(last: spike of the loss, [\d.e+]+ times the"):
         stuck.run(20)
@@ -195,7 +195,7 @@ def test_a_run_that_is_stuck_leaves_the_last_good_state(make, tmp_path):
 
 def test_a_run_that_is_stuck_from_its_first_step_saves_nothing(make, tmp_path):
     trainer = make("optim.guard.max_skipped=2")
-    spoil = Spoil("loss", after=0)
+    spoil = Spoil("loss", since=0)
     spoil.start = lambda trainer: spoil.spoil(trainer)
     trainer.callbacks = [spoil, Checkpoints(tmp_path / "checkpoints", CheckpointConfig(every=1), {})]
     with pytest.raises(TrainingError, match="steps 1 to 2"):
@@ -301,7 +301,8 @@ def test_long_runs_thin_out_the_details_only(make, tmp_path):
 
 
 def test_a_complete_run_leaves_everything(home, capsys):
-    code, folder = do(home, "complete", "run.steps=4", "run.eval_every=2", "run.compare_dense=0.5", "run.sample_tokens=5")
+    more = ("run.eval_every=2", "run.compare_dense=0.5", "run.sample_tokens=5", "checkpoint.every=2")
+    code, folder = do(home, "complete", "run.steps=4", *more)
     said = capsys.readouterr().out
     assert code == 0
     facts = json.loads((folder / "summary.json").read_text())
@@ -319,7 +320,9 @@ def test_a_complete_run_leaves_everything(home, capsys):
     kept = stored(folder / "checkpoints/step_4", "model.")
     assert all(torch.equal(value, kept[f"model.{name}"]) for name, value in exported.items()) and exported
     recorded = [r for r in metrics(folder) if "checkpoint/seconds" in r]
-    assert recorded and all(0 < r["checkpoint/stall_seconds"] <= r["checkpoint/seconds"] for r in recorded)
+    assert [r["step"] for r in recorded] == [3], "the step after the first save"
+    for times in (*recorded, facts["saving"]):
+        assert 0 < times["checkpoint/stall_seconds"] <= times["checkpoint/seconds"]
     text = (folder / "summary.txt").read_text()
     assert text.strip() in said and "equal time  at 50% of its schedule a dense transformer" in text and "unigram" in text
     assert "layers.*.attention.q_proj.weight" in said and "muon" in said, "the parameter -> optimizer table"
