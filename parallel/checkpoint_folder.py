@@ -50,8 +50,7 @@ def begin(folder: Path, target: Path) -> Path | None:
 def publish(work: Path, target: Path, state: Mapping[str, Any], keep_last: int, keep_every: int) -> None:
     """Names the finished checkpoint, points `latest` at it, and removes those that are no longer to be kept."""
     folder = target.parent
-    write(work / STATE, json.dumps(state, indent=1) + "\n")
-    flush(work)
+    seal(work, state)
     if target.exists():  # finished by a process that died before it moved `latest`
         shutil.rmtree(target)
     os.rename(work, target)
@@ -64,6 +63,12 @@ def publish(work: Path, target: Path, state: Mapping[str, Any], keep_last: int, 
             if old != target and not (keep_every > 0 and step_of(old) % keep_every == 0):
                 (old / STATE).unlink(missing_ok=True)  # first, so that a half-removed folder is not taken for a checkpoint
                 shutil.rmtree(old)
+
+
+def seal(work: Path, state: Mapping[str, Any]) -> None:
+    """Makes a folder of files a checkpoint, by its state.json, and all of it durable."""
+    write(work / STATE, json.dumps(state, indent=1) + "\n")
+    flush(work)
 
 
 def step_of(path: Path) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from parallel.checkpoint_folder import METADATA, CheckpointError, unloadable
 
@@ -70,17 +70,3 @@ def _faults(index: Any, files: Mapping[str, Mapping[str, int]]) -> Iterator[str]
         inside = isinstance(info, _StorageInfo) and info.relative_path in files and info.transform_descriptors is None
         if not inside or not 0 <= info.offset <= info.offset + info.length <= files[info.relative_path]["bytes"]:
             yield f"{where.fqn}: lies in {getattr(info, 'relative_path', None)!r}, which is no part of this checkpoint"
-
-
-def tensor(path: Path, index: Metadata, name: str) -> torch.Tensor:
-    """A whole stored tensor, put together from its boxes, on the CPU: for one process that looks at one tensor after another."""
-    entry = index.state_dict_metadata[name]
-    assert isinstance(entry, TensorStorageMetadata)
-    out = torch.empty(entry.size, dtype=entry.properties.dtype)
-    for chunk in entry.chunks:
-        info = index.storage_data[MetadataIndex(name, chunk.offsets)]
-        with (path / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            part = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
-        out[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes))].copy_(part)
-    return out

@@ -7,11 +7,9 @@ megatron-core plans what each rank writes; the files are written here, because t
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from parallel import checkpoint_folder as disk
 from parallel.boxes import Box, StateProvider, key, sharded
+from parallel.checkpoint_file import CheckedFile
 from parallel.checkpoint_folder import METADATA, CheckpointError
 from parallel.together import from_first, gather
 from parallel.world import World
@@ -163,21 +162,6 @@ class _Running(threading.Thread):
         disk.publish(work, self.target, self.state | {"files": files}, self.saver.keep_last, self.saver.keep_every)
 
 
-class _Checked:
-    """A file that takes its checksum while it is written."""
-
-    def __init__(self, path: Path):
-        self.file, self.crc, self.size = path.open("wb"), 0, 0
-
-    def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        self.size += len(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def _plan(work: Path, boxes: Mapping[str, list[Box]], *, copy: bool) -> tuple[Any, Any]:
     """(the writer of this rank's file, with copies of its tensors if `copy`; on rank 0 the index of all ranks' boxes)."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -199,18 +183,12 @@ def _plan(work: Path, boxes: Mapping[str, list[Box]], *, copy: bool) -> tuple[An
             if not self.items:
                 return [], {}
             path, results = Path(self.path) / self.name, []
-            stream = _Checked(path)
-            with stream.file:
+            with CheckedFile(path) as stream:
                 for item, tensor in self.items:
                     at = stream.size
                     torch.save(tensor, cast(IO[bytes], stream))  # all that it asks of a file is `write` and `flush`
                     results.append(WriteResult(item.index, stream.size - at, _StorageInfo(self.name, at, stream.size - at)))
-                stream.flush()
-                os.fsync(stream.file.fileno())
-            entry = disk.entry(path)
-            if entry != {"bytes": stream.size, "crc32": stream.crc}:
-                raise CheckpointError(f"{self.name} differs from what was written: check the disk, and its free space")
-            return results, {self.name: entry}
+                return results, {self.name: stream.close()}
 
     writer = Writer(work)
     planned = save_state_dict_async_plan(sharded(boxes), writer, None, planner=MCoreSavePlanner(flatten_state_dict=False))

@@ -36,12 +36,15 @@ def assemble(
     steps: int,
     activations: ActivationConfig | None = None,
     prepare: Callable[[k3.Model], None] = lambda model: None,
+    weights: Callable[[k3.Model], None] | None = None,
 ) -> Parts:
-    """This rank's share of a run of `steps` steps; parameters are drawn from `seed`.
+    """This rank's share of a run of `steps` steps; parameters are drawn from `seed`, or all set by `weights`.
 
-    `prepare` may change the drawn parameters: the optimizer's masters are taken from what it leaves.
+    `prepare` may change them then: the optimizer's masters are taken from what it leaves.
     """
-    built = k3.build(model, world, dtype=dtype, seed=seed, activations=activations)
+    built = k3.build(model, world, dtype=dtype, seed=seed, activations=activations, draw_values=weights is None)
+    if weights is not None:
+        weights(built)
     prepare(built)
     cards = k3.cards(built)
     wrapped = parallel.wrap(built, cards, world)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import sys
 import warnings
@@ -59,22 +60,27 @@ VERBS = {
     "pretrain": Verb("train a model from scratch on text", "recipes.cli:_pretrain", trains=True, sections=None),
     "prove": Verb(
         "show that a parallel layout computes what one process computes",
-        "recipes.cli:_prove",
+        "recipes.prove:run",
         sections=("model", "optim", "parallel", "activations", "prove"),
     ),
     "estimate": Verb(
         "print what a layout takes: the memory of each pipeline stage and rank",
-        "recipes.cli:_estimate",
+        "recipes.estimate:run",
         sections=("model", "optim", "parallel", "activations", "precision", "data"),
     ),
-    "cards": Verb("print the parameters: shape, blocks, placement, optimizer", "recipes.cli:_cards", sections=("model",)),
+    "cards": Verb("print the parameters: shape, blocks, placement, optimizer", "recipes.cards:run", sections=("model",)),
     "inspect": Verb(
-        "print what a run's last checkpoint, any checkpoint or a published folder holds", "recipes.cli:_inspect", usage="PATH"
+        "print what a run's last checkpoint, any checkpoint or a published folder holds", "recipes.inspect:run", usage="PATH"
+    ),
+    "import": Verb(
+        "take a published folder in as a checkpoint, to train from (run.init) or to export again",
+        "recipes.importing:run",
+        usage="published=FOLDER out=FOLDER [dtype=bf16|fp32|fp64] [processes=N]",
     ),
     "export": Verb(
         "write a checkpoint, whatever layout it is from, as a published folder",
-        "recipes.cli:_export",
-        usage="run_or_checkpoint=PATH out=FOLDER [quantise=mxfp4] [passthrough=FOLDER]",
+        "recipes.export:run",
+        usage="run_or_checkpoint=PATH out=FOLDER [quantise=mxfp4|none] [passthrough=FOLDER_OR_IMPORT]",
     ),
     "bench": Verb(
         "measure this machine; without a name, everything",
@@ -89,6 +95,8 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 1 failed, 2 a mistake in what was typed, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # "No CUDA runtime is found"; a filter, because torch sets the levels of its loggers when it is imported
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_error)
     try:
         return _dispatch(words, entry=argv is None)
     except KeyboardInterrupt:
@@ -107,6 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _complain(*str(error).splitlines())
         return 2
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _complain(*lines: str) -> None:
@@ -195,36 +207,6 @@ def _without_cfg(words: list[str]) -> tuple[list[str], bool]:
     if words[at + 1 : at + 2] != ["job"]:
         raise UserError(f"--cfg {' '.join(words[at + 1 : at + 2])}: shows the configuration of the job; give --cfg job")
     return words[:at] + words[at + 2 :], True
-
-
-def _prove(words: list[str]) -> int:
-    from recipes.prove import run
-
-    return run(words)
-
-
-def _estimate(words: list[str]) -> int:
-    from recipes.estimate import run
-
-    return run(words)
-
-
-def _cards(words: list[str]) -> int:
-    from recipes.cards import run
-
-    return run(words)
-
-
-def _inspect(words: list[str]) -> int:
-    from recipes.inspect import run
-
-    return run(words)
-
-
-def _export(words: list[str]) -> int:
-    from recipes.export import run
-
-    return run(words)
 
 
 def _bench(words: list[str]) -> int:

@@ -47,6 +47,8 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain") -> Config:
     folder = _resume_folder(cfg)
     if folder is not None:
         cfg = _continue(load_resolved(folder / CONFIG_FILE), cfg, words, folder)
+    elif cfg.run.init is not None:
+        _begin(cfg, words)
     check(cfg)
     if job == "pretrain":
         check_training(cfg)
@@ -168,6 +170,21 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
         base.parallel.sp = None  # what was filled in for the other number of tensor ranks
     base.run.dir = str(folder)
     return base
+
+
+def _begin(cfg: Config, words: Sequence[Override]) -> None:
+    """The model is that of `run.init`; what was typed of it must agree, but for how it is trained."""
+    from recipes.initial import Initial
+
+    assert cfg.run.init is not None
+    opened = Initial(Path(cfg.run.init))
+    if not any(word.key_or_group == "model" for word in words):
+        value = dict(leaves(cfg))
+        cfg.model = opened.model
+        for word in words:
+            if word.key_or_group.startswith("model."):
+                _set(cfg, word.key_or_group, value[word.key_or_group])
+    opened.check(cfg.model)
 
 
 def _set_by(key: str) -> list[str]:

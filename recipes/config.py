@@ -56,7 +56,8 @@ class PrecisionConfig:
 class RunConfig:
     dir: str | None = None  # the run folder; null: runs/<model>-<date>-<time>
     steps: int = 100  # optimizer steps in all, those before a resume included
-    seed: int = 0  # of the initial parameters
+    seed: int = 0  # of the initial parameters, and of what is drawn later
+    init: str | None = None  # a checkpoint, run folder or published folder with the weights to begin with; null: drawn
     resume: str | None = None  # a run folder to continue, or "auto": continue what is in run.dir if anything is
     eval_every: int = 50  # steps between held-out losses; 0: only at the end
     sample_tokens: int = 64  # length of the sample generated at the end; 0: none

@@ -6,36 +6,46 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from k3 import hf
-from recipes.console import say
-from recipes.errors import UserError, suggestion
-from recipes.stored import Stored, find
+from recipes.console import say, show_logs
+from recipes.errors import UserError
+from recipes.stored import Released, Stored, find
+from recipes.words import given, one_of
 
-USAGE = "run_or_checkpoint=PATH out=FOLDER [quantise=mxfp4] [passthrough=FOLDER]"
+USAGE = "run_or_checkpoint=PATH out=FOLDER [quantise=mxfp4|none] [passthrough=FOLDER_OR_IMPORT]"
 KEYS = ("run_or_checkpoint", "out", "quantise", "passthrough")
 
 
 def run(words: Sequence[str]) -> int:
-    """Raises UserError for what was mistyped, k3.hf's and parallel.checkpoint's CheckpointError for what cannot be read or
-    written; then nothing is left at `out`.
+    """An imported checkpoint is written as it came, unless the words say otherwise.
+
+    Raises UserError for what was mistyped, k3.hf's and parallel.checkpoint's CheckpointError for what cannot be read or written;
+    then nothing is left at `out`.
     """
-    given: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not value:
-            raise UserError(f"{word}: give key=value, of {', '.join(KEYS)}")
-        if key not in KEYS:
-            raise UserError(f"{key}: no such key of k3 export{suggestion(key, KEYS)}; there are {', '.join(KEYS)}")
-        given[key] = value
-    for key in KEYS[:2]:
-        if key not in given:
-            raise UserError(f"{key}: not given; k3 export {USAGE}")
-    path, out = Path(given["run_or_checkpoint"]), Path(given["out"])
+    values = given("export", words, KEYS, needed=2, usage=USAGE)
+    show_logs()
+    path, out = Path(values["run_or_checkpoint"]), Path(values["out"])
     found = find(path)
     if found is None:
         raise UserError(f"run_or_checkpoint={path}: neither a run folder nor a checkpoint")
     stored = Stored(found)
     stored.check()
-    passthrough = Path(given["passthrough"]) if "passthrough" in given else None
-    hf.write_from(stored, stored.config, out, hf.Options(quantise=given.get("quantise"), passthrough=passthrough))
-    say(f"{out}: step {stored.facts['step']} of {found.parent.parent}, in the published layout")
+    released = stored.released
+    like = _passthrough(Path(values["passthrough"])) if "passthrough" in values else released
+    packs = "mxfp4" if released is not None and released.is_packed else "none"
+    quantise = one_of("quantise", values.get("quantise", packs), {"mxfp4": "mxfp4", "none": None})
+    origin = None if released is None else released.origin
+    hf.write_from(stored, stored.config, out, hf.Options(quantise=quantise, passthrough=like), origin=origin)
+    of = f"step {stored.facts['step']} of {found.parent.parent}" if released is None else str(found)
+    say(f"{out}: {of}, in the published layout{', packed as mxfp4' if quantise else ''}")
     return 0
+
+
+def _passthrough(path: Path) -> Path | Released:
+    found = find(path)
+    if found is None:
+        return path
+    imported = Stored(found)
+    if imported.released is None:
+        raise UserError(f"passthrough={path}: neither a published folder nor what k3 import made of one")
+    imported.check()
+    return imported.released

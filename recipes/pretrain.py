@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,11 @@ from recipes import callbacks as cb
 from recipes import processes
 from recipes.assemble import assemble
 from recipes.callbacks.checkpoints import restore
-from recipes.config import JOBS, Config, Precision
-from recipes.console import console, say
+from recipes.code_version import code_version
+from recipes.config import JOBS, Config, Precision, WandbMode
+from recipes.console import console, say, show_logs
 from recipes.errors import UserError
+from recipes.initial import Initial, initial
 from recipes.interrupts import Interrupts
 from recipes.run_folder import RunFolder, cut_metrics, open_run
 from recipes.summary import sizes
@@ -85,7 +85,8 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
     baselines = data.baselines(prepared, heldout)
     at = from_first(world, lambda: position(folder, prepared.key))
     try:
-        trainer = build(cfg, cfg.model, world, prepared, steps=cfg.run.steps, position=at)
+        weights = initial(cfg.run.init, world) if folder.checkpoint is None else None
+        trainer = build(cfg, cfg.model, world, prepared, steps=cfg.run.steps, position=at, weights=weights)
         trainer.asked_to_stop = lambda: interrupts.agreed(world)
         dense = dataclasses.replace(k3.preset("dense"), vocab_size=cfg.model.vocab_size)
         cards = describe(cfg.model)
@@ -94,7 +95,8 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
         layout = dataclasses.asdict(cfg.parallel)
         compared = math.ceil(cfg.run.steps * cfg.run.compare_dense) or None
         prompt = (cfg.run.sample_prompt, cfg.run.sample_tokens, cfg.run.seed)
-        facts = {"data": prepared.key, "model": plain(cfg)["model"]}
+        facts = {"data": prepared.key, "model": plain(cfg)["model"], "config": plain(cfg), "code": code_version()}
+        facts["wandb"] = from_first(world, lambda: identify(folder, cfg))
         # every rank has as many: each may take part in what all compute, and all are asked at once whether to stop
         trainer.callbacks = [
             cb.Evaluation(heldout, baselines, cfg.run.eval_every, also=compared),
@@ -127,6 +129,8 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
             say(f"continuing from {folder.checkpoint}")
         else:
             seed_generators(cfg.run.seed)
+            if weights:
+                say(f"weights of {cfg.run.init}")
         kept = from_first(world, lambda: cut_metrics(folder.metrics, trainer.progress.step))
         if kept < trainer.progress.step:
             say(f"{folder.metrics} holds {kept} of {trainer.progress.step} steps: the pictures and the summary lack the others")
@@ -178,11 +182,32 @@ def prepare(cfg: Config, world: World) -> data.Prepared:
     return prepared
 
 
-def build(cfg: Config, model: k3.K3Config, world: World, prepared: data.Prepared, *, steps: int, position: int = 0) -> Trainer:
-    """A trainer at step 0 for a model of `cfg`'s data, optimizer and precision; its stream starts at step `position`."""
+def build(
+    cfg: Config,
+    model: k3.K3Config,
+    world: World,
+    prepared: data.Prepared,
+    *,
+    steps: int,
+    position: int = 0,
+    weights: Initial | None = None,
+) -> Trainer:
+    """A trainer at step 0 for a model of `cfg`'s data, optimizer and precision; its stream starts at step `position`.
+
+    `weights`: what its parameters are; None: drawn from `run.seed`.
+    """
     parts = assemble(
-        model, cfg.optim, world, dtype=DTYPES[cfg.precision.name], seed=cfg.run.seed, steps=steps, activations=cfg.activations
+        model,
+        cfg.optim,
+        world,
+        dtype=DTYPES[cfg.precision.name],
+        seed=cfg.run.seed,
+        steps=steps,
+        activations=cfg.activations,
+        weights=weights.weights if weights else None,
     )
+    if weights:
+        weights.masters(parts.optimizer)
     of = {"rank": world.data_rank, "of": world.data_size, "horizon": parts.objective.horizon}
     return Trainer(parts.model, parts.optimizer, data.stream(cfg.data, prepared, position=position, **of), parts.objective)
 
@@ -200,24 +225,17 @@ def position(folder: RunFolder, data_key: str) -> int:
     return facts["data_position"]
 
 
+def identify(folder: RunFolder, cfg: Config) -> str | None:
+    """The id of the W&B run, which the checkpoint that is continued remembers where the folder's own file was lost; None: there
+    is none.
+    """
+    if cb.wanted_mode(cfg.wandb.mode) is WandbMode.disabled:
+        return None
+    known = checkpoint.facts(folder.checkpoint).get("wandb") if folder.checkpoint else None
+    return cb.run_id(folder.path, known)
+
+
 def plain(cfg: Config) -> dict[str, Any]:
     """The configuration as a dashboard takes it: enums by name."""
     read = OmegaConf.masked_copy(OmegaConf.structured(cfg), list(JOBS["pretrain"]))
     return OmegaConf.to_container(read, enum_to_str=True)  # type: ignore[return-value]
-
-
-def show_logs() -> None:
-    """Shows what the rooms below log (which kernel runs, what data preparation does), and not what their libraries warn of."""
-    for name in ("k3", "data", "parallel"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        logger.handlers = [_Says()]
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # "Transformer Engine and Apex are not installed"
-    warnings.filterwarnings("ignore", category=SyntaxWarning)  # megatron-core's, when it is compiled for the first time
-
-
-class _Says(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())

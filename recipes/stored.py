@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,18 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from k3.config import K3Config
-from k3.hf import Region
+from k3.hf import Piece, Region
+from k3.hf.format import NAMES, Entry
+from k3.origin import Origin
+from kernels.mx import BLOCK
 from parallel import checkpoint, checkpoint_index
 from parallel.checkpoint_folder import damages, unloadable
+from parallel.checkpoint_tensors import Tensors
 from recipes.errors import UserError, first_line
 
 WEIGHTS = "model"  # the provider that recipes/callbacks/checkpoints.py stores them under
+# what recipes/importing.py stores beside them: E8M0 codes by card name, and tensors that are no part of the model by their own
+SCALES, EXTRAS = "scales", "extras"
 
 
 def find(path: Path) -> Path | None:
@@ -40,11 +47,14 @@ class Stored:
     def __init__(self, path: Path):
         self.path = path
         self.facts = checkpoint.facts(path)
-        self._last: tuple[str, Tensor] | None = None
 
     @cached_property
     def index(self) -> Any:
         return checkpoint_index.read(self.path, self.facts["files"])
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        return Tensors(self.path, self.index)
 
     @cached_property
     def config(self) -> K3Config:
@@ -62,20 +72,62 @@ class Stored:
         if wrong := list(damages(self.path, self.facts["files"])):
             raise checkpoint.CheckpointError(unloadable(self.path, wrong))
 
+    @property
+    def released(self) -> Released | None:
+        """What the released folder had that this was imported from; None: it was trained here."""
+        return Released(self) if "released" in self.facts else None
+
     def dtype(self, name: str) -> torch.dtype:
-        return self._entry(name).properties.dtype
+        return self.tensors.dtype(self._weight(name))
 
     def read(self, name: str, region: Region) -> Tensor:
-        self._entry(name)
-        if self._last is None or self._last[0] != name:  # the experts of a stack come one by one
-            self._last = name, checkpoint_index.tensor(self.path, self.index, f"{WEIGHTS}.{name}")
-        return self._last[1][tuple(slice(first, last) for first, last in region)]
+        return self.tensors.read(self._weight(name), region)
 
     def scale(self, name: str, region: Region) -> Tensor | None:
-        return None
+        if (stored := f"{SCALES}.{name}") not in self.tensors:
+            return None
+        *lead, (first, last) = region
+        return self.tensors.read(stored, (*lead, (first // BLOCK, last // BLOCK)))
 
-    def _entry(self, name: str) -> Any:
-        entry = self.index.state_dict_metadata.get(f"{WEIGHTS}.{name}")
-        if entry is None:
-            raise UserError(f"{self.path}: holds no {WEIGHTS}.{name}, which its model has")
-        return entry
+    def _weight(self, name: str) -> str:
+        if (stored := f"{WEIGHTS}.{name}") not in self.tensors:
+            raise UserError(f"{self.path}: holds no {stored}, which its model has")
+        return stored
+
+
+class Released:
+    """k3.hf's Released, as an imported checkpoint keeps it."""
+
+    def __init__(self, stored: Stored):
+        self._stored, self._facts = stored, stored.facts["released"]
+        self.where = stored.path
+
+    @property
+    def origin(self) -> Origin:
+        shape = self._facts["a_log_shape"]
+        return Origin(a_log_shape=None if shape is None else tuple(shape), narrow=self._facts["narrow"])
+
+    @property
+    def is_packed(self) -> bool:
+        return self._facts["packed"]
+
+    @property
+    def config_text(self) -> str:
+        return self._facts["config"]
+
+    @property
+    def passed_through(self) -> Sequence[Entry]:
+        tensors, out = self._stored.tensors, []
+        for name in self._facts["extras"]:
+            stored = f"{EXTRAS}.{name}"
+            out.append(Entry(name, NAMES[tensors.dtype(stored)], tensors.shape(stored)))
+        return out
+
+    def extra(self, name: str) -> Tensor:
+        return self._stored.tensors.read(f"{EXTRAS}.{name}")
+
+    def kept_scale(self, piece: Piece) -> Tensor | None:
+        if piece.card.quantise is None:
+            return None
+        scale = self._stored.scale(piece.card.name, piece.region)
+        return None if scale is None else scale.view(piece.packed_shapes[1])

@@ -32,6 +32,7 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.residual_block": (lambda c: c.model.residual is Residual.sum, "model.residual=sum has no blocks"),
     "model.situ_beta": (lambda c: c.model.activation is Activation.swiglu, "model.activation=swiglu has no betas"),
     "model.situ_linear_beta": (lambda c: c.model.activation is Activation.swiglu, "model.activation=swiglu has no betas"),
+    "model.init_std": (lambda c: c.run.init is not None, "run.init brings the parameters"),
     "model.mtp_weight": (lambda c: not c.model.mtp_layers, "model.mtp_layers=0 has no MTP loss"),
     "model.dense_size": (lambda c: bool(c.model.moe.experts) and not c.model.dense_layers, "there is no dense layer"),
     "model.moe.latent_size": (lambda c: not c.model.latent, "model.latent=false has no latents"),

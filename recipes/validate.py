@@ -242,6 +242,12 @@ def _run(cfg: Config) -> Iterator[Refusal]:
         yield "checkpoint.keep_every", c.keep_every, f"must be a multiple of checkpoint.every={c.every}: no other is saved"
     if not 0 <= r.compare_dense <= 1:
         yield "run.compare_dense", r.compare_dense, "is a share of the run: must lie in [0, 1]"
+    if r.compare_dense and r.init is not None:
+        yield (
+            "run.compare_dense",
+            r.compare_dense,
+            "trains a dense model from scratch, which run.init does not; leave it out",
+        )
     if r.threads is not None and r.threads < 1:
         yield "run.threads", r.threads, "must be at least 1, or null for one a physical core"
     if r.sample_tokens and not r.sample_prompt:

@@ -5,7 +5,7 @@
     convert(path, other, quantise="mxfp4")             # a folder into another, without a model
     contents(path)                                     # what is in a folder, from its headers
 
-Who holds parameters in another way gives or takes them as a `Source` or `Sink`: `write_from`, `read_into`.
+Who holds parameters in another way gives them as a `Source` to `write_from`, or takes them as a `Sink` from `Stored.into`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from k3.hf.contents import Contents, contents
 from k3.hf.export import SHARD_BYTES, Options, export
 from k3.hf.format import INDEX, SINGLE, CheckpointError
 from k3.hf.live import Live
-from k3.hf.pieces import Region, Sink, Source
+from k3.hf.pieces import Piece, Region, Released, Sink, Source
 from k3.hf.stored import Stored
 from k3.model import Model
 from k3.origin import Origin
 from parallel.world import World
 
 __all__ = [
-    "INDEX", "SINGLE", "CheckpointError", "Contents", "Options", "Region", "Sink", "Source", "contents", "convert", "load",
-    "read_into", "save", "write_from",
+    "INDEX", "SINGLE", "CheckpointError", "Contents", "Options", "Piece", "Region", "Released", "Sink", "Source", "Stored",
+    "contents", "convert", "load", "save", "write_from",
 ]  # fmt: skip
 
 
@@ -92,13 +92,6 @@ def convert(
     stored = Stored(Path(path), dtype)
     options = Options(mtp, shard_bytes, quantise, scale_rule, Path(path))
     export(stored, stored.config, Path(other), options, stored.origin, None)
-
-
-def read_into(path: str | os.PathLike[str], sink: Sink, dtype: torch.dtype | None = None) -> tuple[K3Config, Origin]:
-    """Gives `sink` the regions that it holds of the model in folder `path`; returns the model's configuration and its origin."""
-    stored = Stored(Path(path), dtype)
-    stored.into(sink)
-    return stored.config, stored.origin
 
 
 def write_from(

@@ -17,7 +17,7 @@ from torch import Tensor
 from k3.cards import describe
 from k3.config import Gate, K3Config
 from k3.hf.format import DTYPES, NAMES, CheckpointError, Entry
-from k3.hf.pieces import Piece, Source, check_blocks, pieces
+from k3.hf.pieces import Piece, Released, Source, check_blocks, pieces
 from k3.hf.stored import PACKED_FORMAT, Stored, quantization
 from k3.hf.writer import Writer
 from k3.hf_config import from_published, to_published
@@ -41,7 +41,7 @@ class Options:
     shard_bytes: int = SHARD_BYTES
     quantise: str | None = None
     scale_rule: str = "rceil"
-    passthrough: Path | None = None
+    passthrough: Path | Released | None = None
 
 
 def export(source: Source, config: K3Config, path: Path, options: Options, origin: Origin | None, world: World | None) -> None:
@@ -95,7 +95,8 @@ class _Job:
         if options.scale_rule not in RULES:
             raise CheckpointError(f"scale_rule={options.scale_rule!r}: give one of {', '.join(RULES)}")
         self.options = options
-        self.like = None if options.passthrough is None else Stored(options.passthrough, torch.float32)
+        like = options.passthrough
+        self.like: Released | None = Stored(like, torch.float32) if isinstance(like, Path) else like
         self.origin = origin or (self.like.origin if self.like else Origin())
         self.config, self.source = config, source
         self.width = source.dtype(next(p.card.name for p in todo if p.card.dtype is DType.MODEL)).itemsize
@@ -147,8 +148,7 @@ class _Job:
         if not torch.isfinite(value).all():
             raise CheckpointError(f"quantise=mxfp4: {piece.name} holds NaN or infinity")
         if scale is None and self.like is not None:
-            there = self.like.folder.entries.get(piece.scale)
-            scale = self.like.folder.read(piece.scale) if there is not None and there.shape == piece.packed_shapes[1] else None
+            scale = self.like.kept_scale(piece)
         kept = None if scale is None else scale.view(piece.packed_shapes[1])
         codes, scales = requantise(value, "mxfp4", kept, self.options.scale_rule)
         return pack_mxfp4(codes), scales
@@ -156,27 +156,28 @@ class _Job:
     def finish(self) -> None:
         for entry in self.like.passed_through if self.like else []:
             assert self.like is not None
-            self.writer.write(entry.name, self.like.folder.read(entry.name))
+            self.writer.write(entry.name, self.like.extra(entry.name))
         self.writer.finish()
 
 
-def _config_text(config: K3Config, quantise: str | None, like: Stored | None) -> str:
+def _config_text(config: K3Config, quantise: str | None, like: Released | None) -> str:
     """config.json: that of `like`, where it describes the same model; its other entries stay in any case."""
     ours = to_published(config)
     document: dict[str, Any] = ours
     if like is not None:
-        document = copy.deepcopy(like.folder.config)
+        released = json.loads(like.config_text)
+        document = copy.deepcopy(released)
         if to_published(from_published(document)) != ours:
             if ("text_config" in document) != ("text_config" in ours):
-                raise CheckpointError(f"passthrough={like.folder.path}: Kimi K3 and Kimi Linear do not mix")
+                raise CheckpointError(f"passthrough={like.where}: Kimi K3 and Kimi Linear do not mix")
             document.get("text_config", document).update(ours.get("text_config", ours))
     if quantise is None:
         for of in (document, document.get("text_config", {})):
             of.pop("quantization_config", None)
     elif quantization(document) is None:
         document.get("text_config", document)["quantization_config"] = _quantization_config()
-    if like is not None and document == like.folder.config:
-        return like.folder.config_text
+    if like is not None and document == released:
+        return like.config_text
     return json.dumps(document, indent=1) + "\n"
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from k3.hf.format import CheckpointError
+from k3.hf.format import CheckpointError, Entry
+from k3.origin import Origin
 from kernels.mx import BLOCK
 from parallel.cards import Card
 
@@ -27,6 +29,30 @@ class Source(Protocol):
 
     def scale(self, name: str, region: Region) -> Tensor | None:
         """The E8M0 codes uint8 [..., cols / 32] that came with a region of packed weights, where they are known."""
+
+
+class Released(Protocol):
+    """What a released checkpoint has beside the values of its model, whichever way that is kept."""
+
+    @property
+    def where(self) -> Path: ...
+
+    @property
+    def origin(self) -> Origin: ...
+
+    @property
+    def config_text(self) -> str:
+        """Its config.json, as it is."""
+
+    @property
+    def passed_through(self) -> Sequence[Entry]:
+        """Its tensors that are no part of the language model, in their order."""
+
+    def extra(self, name: str) -> Tensor:
+        """One of those."""
+
+    def kept_scale(self, piece: Piece) -> Tensor | None:
+        """The E8M0 codes that came with a packed weight, in the published shape."""
 
 
 class Sink(Protocol):

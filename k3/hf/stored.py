@@ -70,6 +70,26 @@ class Stored:
         """The tensors that are no part of the language model, in the order in which they are stored."""
         return [entry for entry in self.folder.entries.values() if entry.name.startswith(NOT_OURS)]
 
+    @property
+    def where(self) -> Path:
+        return self.folder.path
+
+    @property
+    def config_text(self) -> str:
+        return self.folder.config_text
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether any weight is stored as MXFP4."""
+        return any(piece.packed in self.folder.entries for piece in self.pieces)
+
+    def extra(self, name: str) -> Tensor:
+        return self.folder.read(name)
+
+    def kept_scale(self, piece: Piece) -> Tensor | None:
+        there = self.folder.entries.get(piece.scale)
+        return self.folder.read(piece.scale) if there is not None and there.shape == piece.packed_shapes[1] else None
+
     def dtype(self, name: str) -> torch.dtype:
         return self.cards[name].dtype.resolve(self._dtype)
 

@@ -151,11 +151,11 @@ def answers(url: str, patience: float = PATIENCE) -> bool:
     return heard.is_set()
 
 
-def run_id(folder: Path) -> str:
-    """The id of this run folder's W&B run; made up and stored the first time."""
+def run_id(folder: Path, known: str | None = None) -> str:
+    """The id of this run folder's W&B run; `known`, or made up, and stored the first time."""
     file = folder / "wandb.json"
     if not file.is_file():
         partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps({"id": secrets.token_hex(4)}) + "\n")
+        partial.write_text(json.dumps({"id": known or secrets.token_hex(4)}) + "\n")
         partial.replace(file)
     return json.loads(file.read_text())["id"]

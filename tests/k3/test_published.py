@@ -193,7 +193,9 @@ def test_any_holder_of_regions_is_a_source_and_a_sink(tmp_path: Path) -> None:
 
     path = FOLDER
     held = Held()
-    config, origin = hf.read_into(path, held)
+    stored = hf.Stored(path)
+    stored.into(held)
+    config, origin = stored.config, stored.origin
     model = k3.cards(hf.load(path))
     for name, tensor in held.tensors.items():
         half = tensor.shape[0] // 2

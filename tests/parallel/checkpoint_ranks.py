@@ -13,7 +13,7 @@ from torch import Tensor
 
 import parallel
 import parallel.megatron  # what ranks import later is then imported once for all of them
-from parallel import checkpoint, checkpoint_save
+from parallel import checkpoint, checkpoint_file
 from parallel.boxes import Box
 from parallel.checkpoint import CheckpointError
 from parallel.config import ParallelConfig
@@ -56,7 +56,7 @@ def save(folder: str, damage: str = "") -> dict[str, Any]:
     whole = torch.arange(35.0).view(7, 5)
     mine = Bag(per_rank=True, x=torch.full((300,), 10.0 * world.rank))
     if damage == "disk" and world.rank == 1:
-        checkpoint_save.os.fsync = full
+        checkpoint_file.os.fsync = full
     stored = {"bag": mine, "rows": Rows(whole, [5, 2])}
     saver = checkpoint.Saver(Path(folder), world, asynchronous=damage != "disk")
     try:
@@ -90,7 +90,7 @@ def fails_in_the_background(folder: str) -> list[Any]:
     saver.save(1, {"bag": bag}, {})
     saver.wait()
     if world.rank == 1:
-        checkpoint_save.os.fsync = full
+        checkpoint_file.os.fsync = full
     said: list[Any] = []
     saver.save(2, {"bag": bag}, {})
     until = time.monotonic() + 60

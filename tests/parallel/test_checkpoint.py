@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import parallel
-from parallel import checkpoint, checkpoint_index, checkpoint_save
+from parallel import checkpoint, checkpoint_file, checkpoint_index, checkpoint_save
 from parallel.boxes import Box, rectangles
 from parallel.cards import CardTable
 from parallel.checkpoint import CheckpointError
@@ -275,7 +275,7 @@ def test_what_fails_in_the_background_is_told_and_leaves_the_previous_checkpoint
     saver.save(1, {"a": bag}, {})
     saver.wait()
     if how == "write":
-        monkeypatch.setattr(checkpoint_save.os, "fsync", full)
+        monkeypatch.setattr(checkpoint_file.os, "fsync", full)
     elif how == "read back":
         monkeypatch.setattr(checkpoint_save.disk, "checksum", lambda path: 0)
     elif how == "publish":

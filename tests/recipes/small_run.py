@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from parallel import checkpoint, checkpoint_index
+from parallel.checkpoint_tensors import Tensors
 from recipes.compose import compose
 from recipes.pretrain import pretrain
 
@@ -61,7 +62,8 @@ def curve(folder: Path) -> list[tuple[int, float, float | None, float, dict]]:
 def stored(path: Path, part: str = "") -> dict[str, torch.Tensor]:
     """The whole tensors of a checkpoint whose names begin with `part`."""
     index = checkpoint_index.read(path, checkpoint.facts(path)["files"])
-    return {name: checkpoint_index.tensor(path, index, name) for name in index.state_dict_metadata if name.startswith(part)}
+    tensors = Tensors(path, index)
+    return {name: tensors.read(name) for name in index.state_dict_metadata if name.startswith(part)}
 
 
 def same_checkpoint(one: Path, other: Path, *, but: str | None = None) -> None:

@@ -8,6 +8,7 @@ from k3.activations import full
 from recipes.compose import compose
 from recipes.errors import UserError
 from recipes.unused import RULES, SPIKES
+from tests.golden.vectors import FOLDER
 
 IDLE = {
     "model.kda": ["model.attention=mla", "model.kda.heads=7"],
@@ -15,6 +16,7 @@ IDLE = {
     "model.residual_block": ["model.residual=sum", "model.residual_block=2"],
     "model.situ_beta": ["model.activation=swiglu", "model.situ_beta=3"],
     "model.situ_linear_beta": ["model.activation=swiglu", "model.situ_linear_beta=3"],
+    "model.init_std": [f"run.init={FOLDER}", "model.init_std=0.1"],
     "model.mtp_weight": ["model.mtp_layers=0", "model.mtp_weight=0.3"],
     "model.dense_size": ["model.dense_layers=0", "model.dense_size=96"],
     "model.moe.latent_size": ["model.latent=false", "model.moe.latent_size=96"],
