@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ class Initial:
     @property
     def model(self) -> K3Config:
         """Its model, with the defaults of what is no part of it."""
-        return dataclasses.replace(self._source.config)
+        return copy.deepcopy(self._source.config)
 
     def check(self, model: K3Config) -> None:
         """Raises UserError, with every key that differs, where the run's model is another one."""
