@@ -80,6 +80,9 @@ class WandbConfig:
     mode: WandbMode = WandbMode.auto
     project: str = "k3"
     name: str | None = None  # null: the name of the run folder
+    group: str | None = None  # under which W&B shows runs together
+    tags: list[str] = field(default_factory=list)
+    stall: float = 15.0  # minutes without a step after which an alert is sent; 0: none
 
 
 class ProofDType(Enum):

@@ -110,10 +110,10 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
                 if compared
                 else []
             ),
-            cb.Pictures(folder.path),
+            cb.Pictures(folder.path, live=facts["wandb"] is not None),
             cb.Export(folder.path / "hf"),
             cb.on_first(world, cb.Summary(folder.path, model, layout)),
-            cb.on_first(world, cb.Wandb(cfg.wandb, folder.path, plain(cfg))),
+            cb.on_first(world, cb.Wandb(cfg.wandb, folder.path, {**plain(cfg), "code": facts["code"]})),
         ]
         for rank, table in over_stages(world, {str(world.groups.pp.rank()): trainer.optimizer.describe()}).items():
             say(f"pipeline rank {rank}:\n{table}" if world.config.pp > 1 else table)

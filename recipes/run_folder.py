@@ -31,7 +31,7 @@ LAYOUT = {*(f"parallel.{item.name}" for item in fields(ParallelConfig)), "data.m
 # and a run continues as if it had never stopped.
 FREE = {
     *("run.dir", "run.resume", "run.eval_every", "run.sample_tokens", "run.sample_prompt"),
-    *("run.threads", "run.device", "wandb.mode", "wandb.project", "wandb.name"),
+    *("run.threads", "run.device", "wandb.mode", "wandb.project", "wandb.name", "wandb.group", "wandb.tags", "wandb.stall"),
     *("checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.asynchronous", "data.cache"),
     # lets a run go on that the guard has stopped; else it would stop again at the same step
     *("optim.guard.enabled", "optim.guard.deviations", "optim.guard.grad_norm", "optim.guard.loss", "optim.guard.max_skipped"),

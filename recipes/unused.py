@@ -71,6 +71,10 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
     "checkpoint.keep_every": (lambda c: c.checkpoint.every == 0, "checkpoint.every=0 saves at the end alone"),
     "run.sample_prompt": (lambda c: not c.run.sample_tokens, "run.sample_tokens=0 makes no sample"),
     "wandb.project": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there"),
+    **{
+        f"wandb.{key}": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there")
+        for key in ("group", "tags", "stall")
+    },
     "wandb.name": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there"),
 }
 

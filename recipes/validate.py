@@ -248,6 +248,8 @@ def _run(cfg: Config) -> Iterator[Refusal]:
             r.compare_dense,
             "trains a dense model from scratch, which run.init does not; leave it out",
         )
+    if cfg.wandb.stall < 0:
+        yield "wandb.stall", cfg.wandb.stall, "minutes without a step; must be at least 0, which alerts of none"
     if r.threads is not None and r.threads < 1:
         yield "run.threads", r.threads, "must be at least 1, or null for one a physical core"
     if r.sample_tokens and not r.sample_prompt:

@@ -9,39 +9,50 @@ import k3
 from parallel.together import over_stages
 from recipes.console import say
 from recipes.run_folder import read_metrics
-from recipes.trainer import Callback, Trainer
+from recipes.trainer import Callback, StepResult, Trainer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 class Pictures(Callback):
-    """loss.png, experts.png (where there are experts) and residuals.png (with Attention Residuals), from metrics.jsonl.
+    """loss.png, experts.png (where there are experts) and residuals.png (with Attention Residuals), from metrics.jsonl: at the
+    end and, if `live`, after each evaluation.
 
     Rank 0 draws; the other pipeline ranks tell it what their layers read. From the file and not from memory, so that a resumed
-    run's pictures show all of it.
+    run's pictures show all of it. `results["pictures"]`: name -> file of those just drawn.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *, live: bool = False):
+        self.folder, self.live = folder, live
+
+    def step(self, trainer: Trainer, result: StepResult) -> None:
+        if self.live and "heldout_loss" in result.metrics and result.step < trainer.steps:
+            self.draw(trainer)
 
     def complete(self, trainer: Trainer) -> None:
+        if drawn := self.draw(trainer):
+            say(f"pictures: {', '.join(path.name for path in drawn.values())} in {self.folder}")
+
+    def draw(self, trainer: Trainer) -> dict[str, Path]:
+        """On rank 0, of all ranks' weights. Every rank must call it."""
         weights = {name: w.tolist() for name, w in k3.residual_weights(trainer.module).items()}
         weights = over_stages(trainer.objective.world, weights)
         if trainer.objective.world.rank > 0:
-            return
+            return {}
         records = list(read_metrics(self.folder / "metrics.jsonl"))
         figures = {
             "loss.png": loss(records, trainer.results.get("dense")),
             "experts.png": experts(records),
             "residuals.png": residuals(weights),
         }
-        drawn = []
+        drawn = {}
         for name, figure in figures.items():
             if figure is not None:
                 figure.savefig(self.folder / name, dpi=120)
-                drawn.append(name)
-        say(f"pictures: {', '.join(drawn)} in {self.folder}")
+                drawn[name.removesuffix(".png")] = self.folder / name
+        trainer.results["pictures"] = drawn
+        return drawn
 
 
 def blank(width: float, height: float) -> Figure:

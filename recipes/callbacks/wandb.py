@@ -6,6 +6,7 @@ import json
 import netrc
 import os
 import secrets
+import sys
 import threading
 import urllib.error
 import urllib.parse
@@ -13,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Literal
 
+from recipes.callbacks.alerts import Alerts
 from recipes.callbacks.metrics import flat
 from recipes.config import WandbConfig, WandbMode
 from recipes.console import say
@@ -25,7 +27,10 @@ FLUSH = 2.0  # seconds: what a killed process loses of the offline log (15 by de
 
 
 class Wandb(Callback):
-    """Logs to the run whose id is in the folder's wandb.json, made at the first start, so that a resume continues it."""
+    """Logs to the run whose id is in the folder's wandb.json, made at the first start, so that a resume continues it.
+
+    Curves are over tokens. Pictures and samples go along when they are made, and alerts (recipes/callbacks/alerts.py).
+    """
 
     def __init__(self, cfg: WandbConfig, folder: Path, config: dict[str, Any]):
         self.cfg = cfg
@@ -33,11 +38,13 @@ class Wandb(Callback):
         self.config = config
         self.run: Any = None
         self.failed = True
+        self.alerts = Alerts(self._alert, 60 * cfg.stall)
 
     def start(self, trainer: Trainer) -> None:
         mode = wanted_mode(self.cfg.mode)
         if mode is WandbMode.disabled:
             return
+        self.alerts.start()
         if mode is WandbMode.online:
             try:
                 self._online()
@@ -63,9 +70,11 @@ class Wandb(Callback):
     def _init(self, mode: Literal["online", "offline"]) -> Any:
         import wandb
 
-        return wandb.init(
+        run = wandb.init(
             project=self.cfg.project,
             name=self.cfg.name or self.folder.name,
+            group=self.cfg.group,
+            tags=list(self.cfg.tags) or None,
             id=run_id(self.folder),
             resume="allow" if mode == "online" else None,  # offline it has no meaning: the fixed id and step merge the parts
             dir=str(self.folder),
@@ -79,20 +88,50 @@ class Wandb(Callback):
                 silent=True,
             ),
         )
+        run.define_metric("tokens")
+        run.define_metric("*", step_metric="tokens")
+        return run
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
         if self.run is not None:
             # an explicit step: a resumed run overwrites nothing and repeats nothing
-            self.run.log({key: value for key, value in flat(result.metrics) if key != "step"}, step=result.step)
+            self._log({key: value for key, value in flat(result.metrics) if key != "step"}, result.step)
+            self._pictures(trainer, result.step)
+            self.alerts.step(result)
+
+    def _pictures(self, trainer: Trainer, step: int) -> None:
+        import wandb
+
+        if drawn := trainer.results.pop("pictures", {}):
+            self._log({f"pictures/{name}": wandb.Image(str(path)) for name, path in drawn.items()}, step)
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        """A training run does not end because a dashboard fails; what it lacks is in the folder."""
+        try:
+            self.run.log(values, step=step)
+        except Exception as error:  # the client's errors have no common base
+            names = ", ".join(list(values)[:3])
+            say(f"W&B: {names} of step {step} not logged: {' '.join(str(error).split())[:200]}")
+
+    def _alert(self, title: str, text: str, *, error: bool = False) -> None:
+        if (run := self.run) is not None:
+            run.alert(title=title, text=text, level="ERROR" if error else "WARN")
 
     def end(self, trainer: Trainer) -> None:
         self.failed = False
 
     def complete(self, trainer: Trainer) -> None:
         if self.run is not None:
+            import wandb
+
+            step = trainer.progress.step
+            self._pictures(trainer, step)
+            if "sample" in trainer.results:
+                self._log({"sample": wandb.Table(columns=["step", "text"], data=[[step, trainer.results["sample"]]])}, step)
             self.run.summary.update({key: value for key, value in flat(trainer.results.get("summary", {}))})
 
     def close(self, trainer: Trainer) -> None:
+        self.alerts.close(sys.exception() if self.failed else None)
         if self.run is not None:
             self.run.finish(exit_code=int(self.failed))
             self.run = None

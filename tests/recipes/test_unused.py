@@ -47,6 +47,9 @@ IDLE = {
     "checkpoint.keep_every": ["checkpoint.every=0", "checkpoint.keep_every=10"],
     "run.sample_prompt": ["run.sample_tokens=0", "run.sample_prompt=class"],
     "wandb.project": ["wandb.mode=disabled", "wandb.project=x"],
+    "wandb.group": ["wandb.mode=disabled", "wandb.group=x"],
+    "wandb.tags": ["wandb.mode=disabled", "wandb.tags=[x]"],
+    "wandb.stall": ["wandb.mode=disabled", "wandb.stall=3"],
     "wandb.name": ["wandb.mode=disabled", "wandb.name=x"],
 }
 

@@ -1,11 +1,13 @@
 """The real W&B client: offline, online against a server on the loopback, and with servers that are of no use."""
 
+import contextlib
 import json
 import math
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Container
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import pytest
 import wandb
 
 from optim import StepReport
+from recipes.callbacks.alerts import Alerts
 from recipes.callbacks.wandb import Wandb, answers, has_key, run_id, wanted_mode
 from recipes.config import WandbConfig, WandbMode
 from recipes.trainer import StepResult
@@ -34,20 +37,42 @@ def no_configuration(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-def log(folder: Path, mode: WandbMode, steps: range, *, broken: bool = False) -> Wandb:
+# one grey pixel
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010800000000"
+    "3a7e9b550000000a49444154789c6360000000020001e221bc330000000049454e44ae426082"
+)
+
+
+def log(folder: Path, mode: WandbMode, steps: range, *, broken: bool = False, skipped: Container[int] = (), **dials) -> Wandb:
     """One process's part of a run, as the trainer calls it."""
     folder.mkdir(exist_ok=True)
-    callback = Wandb(WandbConfig(mode=mode), folder, {"model": {"layers": 9}})
-    trainer = SimpleNamespace(results={"summary": {"heldout_loss": 2.5, "dense": None}})
+    callback = Wandb(WandbConfig(mode=mode, **dials), folder, {"model": {"layers": 9}})
+    trainer = SimpleNamespace(
+        results={"summary": {"heldout_loss": 2.5, "dense": None}}, progress=SimpleNamespace(step=steps.stop - 1)
+    )
     callback.start(trainer)
-    for step in steps:
-        metrics = {"step": step, "loss": 5.0 / step, "max_logit": math.nan, "load/experts": {"a": [1, 2]}, "skipped": False}
-        callback.step(trainer, StepResult(step, [5.0], 128, 4, 0.1, StepReport(step, 1e-3, 1.0, 1.0, False), metrics))
-    if not broken:
-        callback.end(trainer)
-        callback.complete(trainer)
-    callback.close(trainer)
+    with contextlib.suppress(ArithmeticError):
+        train(callback, trainer, folder, steps, broken, skipped)
     return callback
+
+
+def train(callback, trainer, folder: Path, steps: range, broken: bool, skipped: Container[int]) -> None:
+    try:
+        for step in steps:
+            metrics = {"step": step, "loss": 5.0 / step, "max_logit": math.nan, "load/experts": {"a": [1, 2]}, "skipped": False}
+            metrics["tokens"] = 128 * step
+            report = StepReport(step, 1e-3, 1.0, 1.0, step in skipped, reason="spike" if step in skipped else None)
+            callback.step(trainer, StepResult(step, [5.0], 128, 4, 0.1, report, metrics))
+        if broken:
+            raise ArithmeticError("it broke\nin the middle")
+        callback.end(trainer)
+        trainer.results |= {"sample": "def f"}
+        (folder.parent / "a.png").write_bytes(PNG)
+        trainer.results["pictures"] = {"residuals": folder.parent / "a.png"}
+        callback.complete(trainer)
+    finally:
+        callback.close(trainer)
 
 
 def records(part: Path) -> list[dict]:
@@ -56,6 +81,40 @@ def records(part: Path) -> list[dict]:
     done = subprocess.run(program, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def logged(part: Path) -> SimpleNamespace:
+    """What the client's own command does not print of an offline run's log: its frames are LevelDB's, of protobuf records."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    wandb.teardown()  # its service writes the last of the log when it ends
+    (file,) = part.glob("*.wandb")
+    content, at, joined = file.read_bytes(), 7, b""
+    out = SimpleNamespace(run=None, metrics=[], alerts=[], kinds={}, exit=None)
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        body = content[at + 7 : at + 7 + size]
+        at += 7 + size
+        joined = body if kind in (1, 2) else joined + body
+        if kind not in (1, 4):
+            continue
+        record = pb.Record.FromString(joined)
+        if record.HasField("run"):
+            out.run = record.run
+        elif record.HasField("metric"):
+            out.metrics.append(record.metric)
+        elif record.HasField("alert"):
+            out.alerts.append((record.alert.title, record.alert.text, record.alert.level))
+        elif record.HasField("exit"):
+            out.exit = record.exit.exit_code
+        elif record.HasField("history"):
+            for item in record.history.item:
+                if item.nested_key[-1] == "_type":
+                    out.kinds[item.nested_key[0]] = json.loads(item.value_json)
+    return out
 
 
 def test_offline_parts_make_one_series_of_one_run(tmp_path, capfd):
@@ -158,7 +217,41 @@ def test_a_server_that_refuses_is_one_line_and_offline(tmp_path, monkeypatch, ca
         offline_within(60, tmp_path / "run", capfd, "refuses this run")
 
 
-def test_a_failed_run_is_marked_failed(tmp_path):
-    log(tmp_path / "run", WandbMode.offline, range(1, 2), broken=True)
+def test_what_a_run_logs_beside_its_numbers(tmp_path):
+    """Group, tags, curves over tokens, pictures, a sample; no alert where nothing was wrong."""
+    log(tmp_path / "run", WandbMode.offline, range(1, 3), group="ladder", tags=["a", "b"])
     (part,) = (tmp_path / "run").glob("wandb/offline-run-*")
-    assert [r["exit"]["exit_code"] for r in records(part) if r["type"] == "exit"] == [1]
+    found = logged(part)
+    assert (found.run.run_group, list(found.run.tags)) == ("ladder", ["a", "b"])
+    assert {(m.name or m.glob_name, m.step_metric) for m in found.metrics} >= {("tokens", ""), ("*", "tokens")}
+    assert found.kinds["pictures/residuals"] == "image-file" and found.kinds["sample"] == "table-file"
+    assert found.alerts == []
+
+
+def test_a_stall_is_told_once_until_it_has_passed():
+    told = []
+    alerts = Alerts(lambda title, text, error=False: told.append((title, text, error)), patience=0.2)
+    step = lambda number: alerts.step(StepResult(number, [5.0], 1, 1, 0.1, StepReport(number, 1e-3, 1.0, 1.0, False)))
+    alerts.start()
+    for number in (3, 4):
+        step(number)
+        deadline = time.monotonic() + 30
+        while (not told or f"after step {number}" not in told[-1][1]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        assert told[-1] == ("no step", f"none for 0.00333 minutes after step {number}", True)
+    assert len(told) == 2
+    alerts.close(None)
+    assert len(told) == 2
+
+
+def test_alerts_of_spikes_and_failures(tmp_path):
+    log(tmp_path / "run", WandbMode.offline, range(1, 7), skipped={2, 3, 5}, broken=True)
+    (part,) = (tmp_path / "run").glob("wandb/offline-run-*")
+    found = logged(part)
+    assert found.alerts == [
+        ("step 2 was skipped", "spike; loss 5", "WARN"),
+        ("step 5 was skipped", "spike; loss 5", "WARN"),
+        ("failed after step 6", "ArithmeticError: it broke", "ERROR"),
+    ]
+    assert found.exit == 1
