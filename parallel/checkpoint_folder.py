@@ -22,6 +22,7 @@ FORMATS = {1: "one safetensors file a rank, which only the layout that wrote it 
 STATE = "state.json"
 LATEST = "latest"
 METADATA = ".metadata"  # torch_dist's index: which box of which tensor lies where
+GONE = ".gone"  # ends the name of a checkpoint that is being removed
 CHUNK = 1 << 22  # bytes read at once
 MOST = 20  # names in a message
 
@@ -32,14 +33,16 @@ class CheckpointError(ValueError):
     """
 
 
-def begin(folder: Path, target: Path) -> Path | None:
+def begin(folder: Path, target: Path, keep_last: int, keep_every: int) -> Path | None:
     """The folder to write into, or None where the checkpoint is there already."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / LATEST).exists() and latest(folder) == target:
-            return None
-        for stale in folder.glob(".step_*"):  # of a process that was killed while it wrote
+        for stale in folder.glob(".step_*"):  # of a process that was killed while it wrote, or removed
             shutil.rmtree(stale, ignore_errors=True)
+        if latest(folder) == target:
+            point(folder, target)  # a kill may have come before the pointer, or before what follows it
+            prune(folder, target, keep_last, keep_every)
+            return None
         work = folder / f".{target.name}.{os.getpid()}"
         work.mkdir()
     except OSError as error:
@@ -52,17 +55,33 @@ def publish(work: Path, target: Path, state: Mapping[str, Any], keep_last: int, 
     folder = target.parent
     seal(work, state)
     if target.exists():  # finished by a process that died before it moved `latest`
-        shutil.rmtree(target)
+        remove(target)
     os.rename(work, target)
     flush(folder)
+    point(folder, target)
+    prune(folder, target, keep_last, keep_every)
+
+
+def point(folder: Path, target: Path) -> None:
+    """Has `latest` name a checkpoint."""
     write(folder / (LATEST + ".new"), target.name + "\n")
     os.replace(folder / (LATEST + ".new"), folder / LATEST)
     flush(folder)
+
+
+def prune(folder: Path, target: Path, keep_last: int, keep_every: int) -> None:
+    """Removes all but the `keep_last` newest checkpoints (0: none), every `keep_every`-th step's and `target`."""
     if keep_last > 0:
         for old in checkpoints(folder)[:-keep_last]:
             if old != target and not (keep_every > 0 and step_of(old) % keep_every == 0):
-                (old / STATE).unlink(missing_ok=True)  # first, so that a half-removed folder is not taken for a checkpoint
-                shutil.rmtree(old)
+                remove(old)
+
+
+def remove(path: Path) -> None:
+    """Takes a checkpoint's name from it first: half of one is not taken for a checkpoint, and `begin` finds it."""
+    gone = path.with_name(f".{path.name}{GONE}")
+    os.rename(path, gone)
+    shutil.rmtree(gone)
 
 
 def seal(work: Path, state: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ class Saver:
         began = time.perf_counter()
         self.wait()
         target = self.folder / f"step_{step}"
-        work = from_first(self.world, lambda: disk.begin(self.folder, target))
+        work = from_first(self.world, lambda: disk.begin(self.folder, target, self.keep_last, self.keep_every))
         if work is None:
             return target
         boxes: dict[str, list[Box]] = defaultdict(list)

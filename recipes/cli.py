@@ -44,16 +44,23 @@ class Verb:
     usage: str = "[key=value ...]"
 
 
+@dataclass(frozen=True)
+class Bench:
+    run: str  # "module:function", taking its keys as strings and returning an exit code or nothing
+    keys: tuple[str, ...] = ()
+
+
 BENCHES = {
-    "kda": "kernels.kda.bench:main",
-    "experts": "recipes.bench_experts:run",
-    "step": "recipes.bench_step:run",
-    "traffic": "recipes.bench_traffic:run",
-    "pipeline": "recipes.bench_pipeline:run",
-    "muon": "recipes.bench_muon:run",
-    "balance": "recipes.bench_balance:run",
-    "owners": "recipes.bench_owners:run",
-    "offload": "recipes.bench_offload:run",
+    "kda": Bench("kernels.kda.bench:main"),
+    "experts": Bench("recipes.bench_experts:run"),
+    "step": Bench("recipes.bench_step:run"),
+    "traffic": Bench("recipes.bench_traffic:run"),
+    "pipeline": Bench("recipes.bench_pipeline:run"),
+    "muon": Bench("recipes.bench_muon:run"),
+    "balance": Bench("recipes.bench_balance:run", ("picture",)),
+    "owners": Bench("recipes.bench_owners:run"),
+    "offload": Bench("recipes.bench_offload:run"),
+    "faults": Bench("recipes.bench_faults:run", ("n", "precision", "seed", "start")),
 }
 
 VERBS = {
@@ -86,7 +93,7 @@ VERBS = {
         "measure this machine; without a name, everything",
         "recipes.cli:_bench",
         trains=True,
-        usage="[kda|experts|step|traffic|pipeline|muon|balance|owners ...] [picture=FILE]",
+        usage="[kda|experts|step|traffic|pipeline|muon|balance|owners|offload|faults ...] [picture=FILE] [n=TRIALS] [seed=N]",
     ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }
@@ -214,23 +221,30 @@ def _bench(words: list[str]) -> int:
     for name in names:
         if name not in BENCHES:
             raise UserError(f"{name}: no such benchmark{suggestion(name, BENCHES)}; there are {', '.join(BENCHES)}")
-    picture: dict[str, str] = {}
-    for word in words:
-        key, given, value = word.partition("=")
-        if not given:
-            continue
-        if key != "picture":
-            raise UserError(f"{key}: no such key of a benchmark{suggestion(key, ['picture'])}; there is picture")
-        if names and "balance" not in names:
-            raise UserError(f"{word}: only the balance benchmark draws one; give balance, or leave it out")
-        if not value:
-            raise UserError("picture= is empty; give the file to write, as in picture=balance.png")
-        picture = {key: value}
+    given = _bench_keys(names or list(BENCHES), [word for word in words if "=" in word])
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # options it has deprecated, and would choose
+    code = 0
     for name in names or BENCHES:
         print(f"== {name}", flush=True)
-        _load(BENCHES[name])(**(picture if name == "balance" else {}))
-    return 0
+        keys = {key: value for key, value in given.items() if key in BENCHES[name].keys}
+        code = max(code, _load(BENCHES[name].run)(**keys) or 0)
+    return code
+
+
+def _bench_keys(names: list[str], words: list[str]) -> dict[str, str]:
+    """What the words set, all of it keys of the chosen benchmarks."""
+    of = {key: name for name, bench in BENCHES.items() for key in bench.keys}
+    given: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in of:
+            raise UserError(f"{key}: no such key of a benchmark{suggestion(key, of)}; there are {', '.join(of)}")
+        if of[key] not in names:
+            raise UserError(f"{word}: only the {of[key]} benchmark has it; give {of[key]}, or leave it out")
+        if not value:
+            raise UserError(f"{key}= is empty; give it a value, or leave it out")
+        given[key] = value
+    return given
 
 
 if __name__ == "__main__":

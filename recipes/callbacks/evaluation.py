@@ -19,6 +19,7 @@ class Evaluation(Callback):
         self.baselines = baselines
         self.every = every
         self.also = also
+        self.evaluated = False
 
     def start(self, trainer: Trainer) -> None:
         tokens = sum(int(batch.loss_mask[0].sum()) for batch in self.batches)
@@ -29,9 +30,15 @@ class Evaluation(Callback):
         due = self.every > 0 and result.step % self.every == 0
         if not due and result.step not in (self.also, trainer.steps):
             return
+        self.evaluated = True
         loss = heldout_loss(trainer.model, self.batches)
         result.metrics |= {"heldout_loss": loss, "bigram_loss": self.baselines.bigram, "unigram_loss": self.baselines.unigram}
         say(
             f"step {result.step}: held-out loss {loss:.4f} nats "
             f"(bigram {self.baselines.bigram:.4f}, unigram {self.baselines.unigram:.4f})"
         )
+
+    def complete(self, trainer: Trainer) -> None:
+        # a run that was killed after its last save trains no step: the pictures show what the model has read last
+        if not self.evaluated:
+            heldout_loss(trainer.model, self.batches)

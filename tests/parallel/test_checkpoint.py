@@ -237,6 +237,31 @@ def test_what_is_kept_and_latest(tmp_path, world):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_10", "step_12", "step_13"]
 
 
+def test_a_checkpoint_that_was_removed_by_half_does_not_stay(tmp_path, world, monkeypatch):
+    """A kill amid removing leaves nothing that looks like a checkpoint, and the next save of any step clears it away."""
+    saver = checkpoint.Saver(tmp_path, world, keep_last=1, asynchronous=False)
+    saver.save(1, {"a": Bag(x=torch.ones(1))}, {})
+    monkeypatch.setattr(checkpoint_save.disk.shutil, "rmtree", lambda path: (path / "metadata.json").unlink())
+    saver.save(2, {"a": Bag(x=torch.ones(1))}, {})
+    monkeypatch.undo()
+    (hidden,) = [p for p in tmp_path.iterdir() if p.name not in ("latest", "step_2")]
+    assert (hidden / "state.json").is_file() and checkpoint.checkpoints(tmp_path) == [tmp_path / "step_2"]
+    saver.save(2, {"a": Bag(x=torch.ones(1))}, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_2"]
+
+
+def test_what_a_kill_left_undone_after_the_last_save_is_done_at_the_end(tmp_path, world):
+    """A run that goes on from its last step saves no more: `latest` moves, older ones go, and the checkpoint is not rewritten."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"a": Bag(x=torch.ones(1))}, {}, world)
+    (tmp_path / "latest").unlink()
+    before = (tmp_path / "step_2").stat()
+    checkpoint.save(tmp_path, 2, {"a": Bag(x=torch.zeros(1))}, {}, world, keep_last=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_2"] and (tmp_path / "latest").read_text() == "step_2\n"
+    after = (tmp_path / "step_2").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
 def test_latest_must_name_a_finished_checkpoint(tmp_path, world):
     path = checkpoint.save(tmp_path / "c", 1, {"a": Bag(x=torch.ones(1))}, {}, world)
     (path / "state.json").unlink()

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from parallel import checkpoint, checkpoint_index
-from parallel.checkpoint_tensors import Tensors
 from recipes.compose import compose
+from recipes.faults.corpus import write_corpus
+from recipes.faults.same import different_tensors, stored
 from recipes.pretrain import pretrain
 
+__all__ = ["curve", "do", "metrics", "resume", "same_checkpoint", "stored", "words", "write_corpus"]
+
 SIZES = ("model=tiny", "data.seq_length=32", "data.batch_size=4", "data.micro_batch_size=2", "data.heldout_tokens=300")
-
-
-def write_corpus(folder: Path, seed: int = 0) -> Path:
-    """60 short files; half the words follow from the word before, so there is something to learn."""
-    rng = random.Random(seed)
-    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(40)]
-    follows = {word: rng.choice(words) for word in words}
-    folder.mkdir(parents=True)
-    for number in range(60):
-        text, word = [], rng.choice(words)
-        for _ in range(200):
-            text.append(word)
-            word = follows[word] if rng.random() < 0.5 else rng.choice(words)
-        (folder / f"{number:02}.txt").write_text(" ".join(text) + "\n")
-    return folder
 
 
 def words(home: Path, run: str, *more: str) -> list[str]:
@@ -59,20 +43,10 @@ def curve(folder: Path) -> list[tuple[int, float, float | None, float, dict]]:
     return [(r["step"], r["loss"], r.get("heldout_loss"), r["grad_norm"], r.get("load/experts")) for r in metrics(folder)]
 
 
-def stored(path: Path, part: str = "") -> dict[str, torch.Tensor]:
-    """The whole tensors of a checkpoint whose names begin with `part`."""
-    index = checkpoint_index.read(path, checkpoint.facts(path)["files"])
-    tensors = Tensors(path, index)
-    return {name: tensors.read(name) for name in index.state_dict_metadata if name.startswith(part)}
-
-
 def same_checkpoint(one: Path, other: Path, *, but: str | None = None) -> None:
     """Asserts that two checkpoints hold the same tensors, bit for bit, but those of the provider `but`."""
     first, second = stored(one), stored(other)
     if but is not None:
         first, second = ({k: t for k, t in of.items() if not k.startswith(but + ".")} for of in (first, second))
-    assert first.keys() == second.keys() and first
-    for key, tensor in first.items():
-        assert tensor.dtype == second[key].dtype and tensor.shape == second[key].shape, key
-        a, b = tensor.reshape(-1).view(torch.uint8), second[key].reshape(-1).view(torch.uint8)
-        assert torch.equal(a, b), f"{key} differs"
+    assert first
+    assert list(different_tensors(first, second)) == []

@@ -72,11 +72,18 @@ def test_table_and_picture_show_every_rule(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "kda", "picture=a.png"], "picture=a.png: only the balance benchmark draws one"),
+        (["bench", "kda", "picture=a.png"], "picture=a.png: only the balance benchmark has it"),
         (["bench", "balance", "pictur=a.png"], "pictur: no such key of a benchmark; the nearest is picture"),
-        (["bench", "balance", "picture="], "give the file"),
+        (["bench", "balance", "picture="], "picture= is empty"),
+        (["bench", "balance", "seed=1"], "seed=1: only the faults benchmark has it"),
+        (["bench", "faults", "precison=fp32"], "precison: no such key of a benchmark; the nearest is precision"),
+        (["bench", "faults", "n=0"], "n=0: must be a whole number from 1 on"),
+        (["bench", "faults", "seed=x"], "seed=x: must be a whole number from 0 on"),
+        (["bench", "faults", "precision=fp64"], "precision=fp64: no such precision"),
     ],
 )
-def test_a_picture_nobody_draws_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_no_chosen_benchmark_has_or_takes_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err

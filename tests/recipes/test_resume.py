@@ -59,6 +59,15 @@ def test_resume_continues_bit_for_bit(home, whole, step):
     assert (folder / "summary.json").is_file() and (folder / "loss.png").is_file()
 
 
+def test_a_run_killed_after_its_last_save_still_draws_everything(home, whole):
+    folder = go_back(whole, home / "atend", 6)
+    for path in folder.glob("*.png"):
+        path.unlink()
+    assert resume(folder, "run.sample_tokens=0") == 0
+    assert {path.name for path in folder.glob("*.png")} == {path.name for path in whole.glob("*.png")}
+    assert (folder / "residuals.png").is_file() and len(metrics(folder)) == 6
+
+
 def test_resume_in_bf16_keeps_the_masters(home):
     _, whole = do(home, "bf16", *STEPS, "precision=bf16")
     folder = go_back(whole, home / "bf16back", 4)
