@@ -53,6 +53,12 @@ BENCHES = {
     "balance": "recipes.bench_balance:run",
     "owners": "recipes.bench_owners:run",
     "offload": "recipes.bench_offload:run",
+    "checkpoint": "recipes.bench_checkpoint:run",
+}
+# What each benchmark takes: (example value, what it is)
+BENCH_KEYS = {
+    "balance": {"picture": ("balance.png", "the file to draw")},
+    "checkpoint": {"gib": ("1", "GiB of state a rank"), "folder": (".", "where to write")},
 }
 
 VERBS = {
@@ -80,7 +86,7 @@ VERBS = {
         "measure this machine; without a name, everything",
         "recipes.cli:_bench",
         trains=True,
-        usage="[kda|experts|step|traffic|pipeline|muon|balance|owners ...] [picture=FILE]",
+        usage="[kda|experts|step|traffic|pipeline|muon|balance|owners|offload|checkpoint ...] [picture=FILE] [gib=1] [folder=.]",
     ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }
@@ -232,22 +238,25 @@ def _bench(words: list[str]) -> int:
     for name in names:
         if name not in BENCHES:
             raise UserError(f"{name}: no such benchmark{suggestion(name, BENCHES)}; there are {', '.join(BENCHES)}")
-    picture: dict[str, str] = {}
+    owners = {key: name for name, keys in BENCH_KEYS.items() for key in keys}
+    given: dict[str, dict[str, str]] = {name: {} for name in BENCHES}
     for word in words:
-        key, given, value = word.partition("=")
-        if not given:
+        key, is_key, value = word.partition("=")
+        if not is_key:
             continue
-        if key != "picture":
-            raise UserError(f"{key}: no such key of a benchmark{suggestion(key, ['picture'])}; there is picture")
-        if names and "balance" not in names:
-            raise UserError(f"{word}: only the balance benchmark draws one; give balance, or leave it out")
+        if key not in owners:
+            raise UserError(f"{key}: no such key of a benchmark{suggestion(key, owners)}; there are {', '.join(owners)}")
+        owner = owners[key]
+        example, meaning = BENCH_KEYS[owner][key]
+        if names and owner not in names:
+            raise UserError(f"{word}: only the {owner} benchmark takes it; give {owner}, or leave it out")
         if not value:
-            raise UserError("picture= is empty; give the file to write, as in picture=balance.png")
-        picture = {key: value}
+            raise UserError(f"{key}= is empty; give {meaning}, as in {key}={example}")
+        given[owner][key] = value
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # options it has deprecated, and would choose
     for name in names or BENCHES:
         print(f"== {name}", flush=True)
-        _load(BENCHES[name])(**(picture if name == "balance" else {}))
+        _load(BENCHES[name])(**given[name])
     return 0
 
 

@@ -268,6 +268,14 @@ def test_what_is_saved_is_what_was_there_when_save_returned(tmp_path, world, mon
     assert saver.timings().keys() == {"checkpoint/stall_seconds", "checkpoint/seconds"} and saver.timings() == {}
 
 
+def save_and_damage(tensor, stream, saves=torch.save):
+    """As a disk that holds another byte than it was given, behind the checksum."""
+    at = stream.size
+    saves(tensor, stream)
+    stream.flush()
+    os.pwrite(stream.file.fileno(), b"?", at + 700)
+
+
 @pytest.mark.parametrize("how", ["write", "read back", "publish", "folder"])
 def test_what_fails_in_the_background_is_told_and_leaves_the_previous_checkpoint(tmp_path, world, monkeypatch, how):
     bag = Bag(x=torch.ones(10))
@@ -277,7 +285,7 @@ def test_what_fails_in_the_background_is_told_and_leaves_the_previous_checkpoint
     if how == "write":
         monkeypatch.setattr(checkpoint_save.os, "fsync", full)
     elif how == "read back":
-        monkeypatch.setattr(checkpoint_save.disk, "checksum", lambda path: 0)
+        monkeypatch.setattr(checkpoint_save.torch, "save", save_and_damage)
     elif how == "publish":
         monkeypatch.setattr(checkpoint_save.disk.os, "rename", lambda *_: full(0))
     else:  # as when nothing may be written

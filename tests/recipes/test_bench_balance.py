@@ -72,7 +72,7 @@ def test_table_and_picture_show_every_rule(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench", "kda", "picture=a.png"], "picture=a.png: only the balance benchmark draws one"),
+        (["bench", "kda", "picture=a.png"], "picture=a.png: only the balance benchmark takes it"),
         (["bench", "balance", "pictur=a.png"], "pictur: no such key of a benchmark; the nearest is picture"),
         (["bench", "balance", "picture="], "give the file"),
     ],
