@@ -19,7 +19,7 @@ from recipes.console import say
 from recipes.errors import UserError
 from recipes.summary import versions
 
-ROUNDS = 5
+ROUNDS = 4  # of which each side comes first in one
 LIMIT = 1.1  # times megatron-core's time
 STALL = 0.2  # of a synchronous save
 SIDES = {
@@ -78,8 +78,8 @@ def table(measured: dict[str, Any], layers: int) -> Iterator[str]:
     for side, name in SIDES.items():
         cells = (f"{middle[what, side]:.2f} ({min(t):.2f} to {max(t):.2f})" for what in COLUMNS for t in [times[what, side]])
         yield f"{name:<32}" + "".join(f"{cell:>26}" for cell in cells) + f"{measured['bytes'][side] / 1e6:>12,.1f}"
-    yield "  load: out of the page cache, right after saving; load from disk: after the system was asked to forget the files (the"
-    yield "  disk of a virtual machine may have a cache of its own). All sides flush their files. Ours reads them back and compares"
+    yield "  load: out of the page cache, right after saving; load from disk: after the system was asked to forget the files (a"
+    yield "  virtual disk may have a cache of its own). All sides flush their files. Ours reads them back and compares"
     yield "  when saving, and checks CRC-32 sums before it loads; megatron-core checks (SHA-256) with verify_integrity alone"
     for what, title in COLUMNS.items():
         ours = middle[what, "ours"]
