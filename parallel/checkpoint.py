@@ -16,20 +16,19 @@ A checkpoint stores named state providers (model, optimizer, random state ...) a
 A tensor is stored as `provider.name`, uncut, in as many boxes as ranks write of it. `facts` is what else a resume needs, as JSON.
 
 Nothing of a checkpoint is trusted: files are checked against the checksums in state.json, the index is read by
-parallel/checkpoint_index.py, and tensors by torch.load with weights_only. There are no other objects in it: megatron-core's own
-`save` adds one of pickled bytes (`common_state`), for which reason its parts are used here one by one.
+parallel/checkpoint_index.py, and tensors as bytes (parallel/checkpoint_tensors.py). There are no other objects in it:
+megatron-core's own `save` adds one of pickled bytes (`common_state`), for which reason its parts are used here one by one.
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.boxes import Box, StateProvider, key, sharded
+from parallel.boxes import Box, StateProvider, key
 from parallel.checkpoint_folder import (
     CheckpointError,
     changes,
@@ -129,20 +128,14 @@ def _kind(dtype: Any, shape: Sequence[int]) -> str:
 
 def _filled(path: Path, index: Any, wanted: Mapping[str, Sequence[Box]]) -> list[str]:
     """Reads the boxes; what could not be read."""
-    from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.metadata import StorageMeta
+    from parallel.checkpoint_tensors import Tensors
 
-    class Reader(checkpoint.FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            index.storage_meta = StorageMeta(load_id=self.load_id)
-            return index
-
-    planner = MCoreLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "torch.distributed is disabled": each rank reads for itself
-        try:
-            checkpoint.load(sharded(wanted), storage_reader=Reader(path), planner=planner, no_dist=True)
-        except Exception as error:  # a file was taken away after it was checked, or its checksum was forged, too
-            return [f"{path.name}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"]
+    try:
+        tensors = Tensors(path, index)
+        for name, boxes in wanted.items():
+            for box in boxes:
+                region = [(at, at + size) for at, size in zip(box.offset, box.tensor.shape)]
+                tensors.fill(box.tensor, name, region)
+    except (OSError, CheckpointError) as error:  # a file was taken away after it was checked, or its checksum was forged, too
+        return [f"{path.name}: {str(error).splitlines()[0]}"]
     return []

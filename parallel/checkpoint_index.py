@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from parallel.checkpoint_folder import METADATA, CheckpointError, unloadable
+from parallel.checkpoint_folder import METADATA, CheckpointError, Entry, unloadable
 
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -38,7 +38,7 @@ class _Reader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read(path: Path, files: Mapping[str, Mapping[str, int]]) -> Metadata:
+def read(path: Path, files: Mapping[str, Entry]) -> Metadata:
     """The index of the checkpoint `path`, whose state.json lists `files`.
 
     Raises CheckpointError for one that names anything but records of tensors, or whose records do not hold together.
@@ -53,7 +53,7 @@ def read(path: Path, files: Mapping[str, Mapping[str, int]]) -> Metadata:
     return index
 
 
-def _faults(index: Any, files: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+def _faults(index: Any, files: Mapping[str, Entry]) -> Iterator[str]:
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         yield "not an index of tensors"
         return

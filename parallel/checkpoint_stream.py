@@ -9,7 +9,7 @@ import pickle
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,11 +50,10 @@ class Stream:
         if value.untyped_storage().nbytes() != value.nbytes:
             value = value.clone()  # torch.save writes all of a storage
         corner = torch.Size(offset if offset is not None else [0] * value.dim())
-        at = self._file.size
-        torch.save(value, cast(IO[bytes], self._file))
+        at, size = self._file.save(value)
         whole = torch.Size(shape if shape is not None else value.shape)
         of = self._written.setdefault(name, (value.dtype, whole, []))
-        of[2].append((corner, value.shape, at, self._file.size - at))
+        of[2].append((corner, value.shape, at, size))
 
     def finish(self, facts: Mapping[str, Any], step: int = 0) -> None:
         """Verifies what is on the disk and makes the folder appear. `facts`: as Saver.save's, rank 0's.
@@ -62,9 +61,10 @@ class Stream:
         Raises CheckpointError on every rank, and leaves nothing, where that fails.
         """
         failure: str | None = None
-        entry: dict[str, int] = {}
+        entry: disk.Entry | None = None
         try:
-            entry = self._file.close()
+            with self._file:
+                entry = self._file.close()
         except (OSError, CheckpointError) as error:
             failure = str(error)
         ranks = gather(self.world, (self._name, entry, self._written, failure))
@@ -77,7 +77,7 @@ class Stream:
 
     def abort(self) -> None:
         """Leaves nothing behind. To be called on every rank."""
-        self._file.file.close()
+        self._file.__exit__()
         if self.world.rank == 0:
             shutil.rmtree(self._work, ignore_errors=True)
 
@@ -89,12 +89,12 @@ class Stream:
         work.mkdir(parents=True)
         return work
 
-    def _publish(self, ranks: Sequence[tuple[str, dict[str, int], Any, Any]], wrong: list[str], facts: Any, step: int) -> None:
+    def _publish(self, ranks: Sequence[tuple[str, disk.Entry | None, Any, Any]], wrong: list[str], facts: Any, step: int) -> None:
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
         if not wrong:
             try:
-                work, files = self._work, {name: entry for name, entry, *_ in ranks}
+                work, files = self._work, {name: entry for name, entry, *_ in ranks if entry is not None}
                 with (work / METADATA).open("wb") as file:
                     pickle.dump(_index({name: written for name, _, written, _ in ranks}), file)
                 save_config(CheckpointingConfig("torch_dist", 1), work)  # by which megatron-core knows the format

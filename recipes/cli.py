@@ -60,6 +60,7 @@ BENCHES = {
     "balance": Bench("recipes.bench_balance:run", ("picture",)),
     "owners": Bench("recipes.bench_owners:run"),
     "offload": Bench("recipes.bench_offload:run"),
+    "checkpoint": Bench("recipes.bench_checkpoint:run", ("gib", "folder")),
     "faults": Bench("recipes.bench_faults:run", ("n", "precision", "seed", "start")),
 }
 
@@ -93,7 +94,7 @@ VERBS = {
         "measure this machine; without a name, everything",
         "recipes.cli:_bench",
         trains=True,
-        usage="[kda|experts|step|traffic|pipeline|muon|balance|owners|offload|faults ...] [picture=FILE] [n=TRIALS] [seed=N]",
+        usage=f"[{'|'.join(BENCHES)} ...] [key=value ...]",
     ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }
