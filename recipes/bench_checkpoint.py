@@ -80,7 +80,7 @@ def table(measured: dict[str, Any], layers: int) -> Iterator[str]:
         yield f"{name:<32}" + "".join(f"{cell:>26}" for cell in cells) + f"{measured['bytes'][side] / 1e6:>12,.1f}"
     yield "  load: out of the page cache, right after saving; load from disk: after the system was asked to forget the files (a"
     yield "  virtual disk may have a cache of its own). All sides flush their files. Ours reads them back and compares"
-    yield "  when saving, and checks CRC-32 sums before it loads; megatron-core checks (SHA-256) with verify_integrity alone"
+    yield "  when saving, and checks XXH3 sums before it loads; megatron-core checks (SHA-256) with verify_integrity alone"
     for what, title in COLUMNS.items():
         ours = middle[what, "ours"]
         ratio = ours / middle[what, "megatron"]

@@ -12,8 +12,15 @@ import parallel
 from parallel import checkpoint
 from parallel.config import ParallelConfig
 from parallel.states import ModuleState
+from recipes.importing import take_in
 from recipes.initial import initial
 from recipes.stored import Stored
+
+
+def take(published: str, out: str) -> None:
+    """`k3 import`, of which each rank does its share."""
+    world = parallel.start(ParallelConfig(dp=None), "cpu")
+    take_in(Path(published), Path(out), world)
 
 
 def through(sizes: dict[str, Any], path: str, folder: str) -> None:

@@ -19,7 +19,8 @@ from recipes.initial import Initial, initial
 from recipes.pretrain import build
 from recipes.stored import Stored
 from tests.golden.vectors import FOLDER
-from tests.k3.published import golden
+from tests.k3 import test_kimi_linear as kimi_linear
+from tests.k3.published import golden, write
 from tests.recipes.small_run import SIZES, do, metrics, stored, words, write_corpus
 
 LAYOUTS = {"single": {}, "TP2": {"tp": 2}, "PP2 EP2": {"pp": 2, "ep": 2, "dp": 2}}
@@ -57,6 +58,13 @@ def test_it_comes_out_as_it_went_in(packed, tmp_path, capsys):
         assert all(torch.equal(ours[name], want[name]) for name in want) and hf.contents(tmp_path / "dense").quantised is None
 
 
+def test_kimi_linear_goes_in_and_out(tmp_path):
+    path = write(tmp_path / "released", kimi_linear.checkpoint(), kimi_linear.CONFIG)
+    assert k3("import", f"published={path}", f"out={tmp_path / 'ours'}") == 0
+    assert k3("export", f"run_or_checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'again'}") == 0
+    same(path, tmp_path / "again")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -64,7 +72,7 @@ def test_the_same_through_a_model_and_a_checkpoint_of_any_layout(name, packed, t
     """Several ranks import it, a layout loads it and saves it, one process exports that."""
     path, sizes = golden(tmp_path / "released", packed=packed), LAYOUTS[name]
     ranks = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
-    assert k3("import", f"published={path}", f"out={tmp_path / 'ours'}", f"processes={ranks}") == 0
+    helper.run_ranks("tests.recipes.import_ranks:take", ranks, str(path), str(tmp_path / "ours"))
     assert len(list((tmp_path / "ours").glob("*.distcp"))) == ranks
     helper.run_ranks("tests.recipes.import_ranks:through", ranks, sizes, str(tmp_path / "ours"), str(tmp_path / "run"))
     made = checkpoint.latest(tmp_path / "run")
@@ -73,6 +81,17 @@ def test_the_same_through_a_model_and_a_checkpoint_of_any_layout(name, packed, t
     quantise = f"quantise={'mxfp4' if packed else 'none'}"
     beside = f"passthrough={tmp_path / 'ours'}"
     assert k3("export", f"run_or_checkpoint={made}", f"out={tmp_path / 'again'}", quantise, beside) == 0
+    same(path, tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_the_command_shares_the_work_of_an_import(tmp_path, capfd):
+    path = golden(tmp_path / "released", packed=True)
+    assert k3("import", f"published={path}", f"out={tmp_path / 'ours'}", "processes=2") == 0
+    said = capfd.readouterr()
+    assert said.out.count("686,116 parameters") == 1 and said.err == ""
+    assert len(list((tmp_path / "ours").glob("*.distcp"))) == 2
+    assert k3("export", f"run_or_checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'again'}") == 0
     same(path, tmp_path / "again")
 
 
