@@ -21,7 +21,7 @@ pretrain: install
 	.venv/bin/k3 pretrain model=nano run.compare_dense=0.25 $(ARGS)
 
 test: install
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 # pytest exits with 5 where nothing is selected
 test-slow: install

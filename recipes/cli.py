@@ -96,6 +96,9 @@ VERBS = {
         trains=True,
         usage=f"[{'|'.join(BENCHES)} ...] [key=value ...]",
     ),
+    "completion": Verb(
+        "print what completes commands in a shell", "recipes.completion:run", usage='bash|zsh   (eval "$(k3 completion bash)")'
+    ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }
 
@@ -191,6 +194,8 @@ def _pretrain(words: list[str]) -> int:
 
     os.environ.update(processes.joined(os.environ))
     words, shows = _without_cfg(words)
+    if any(word in ("-m", "--multirun") for word in words):
+        return _sweep("pretrain", words, shows)
     cfg = compose(words)
     if shows:
         print(resolved_yaml(cfg), end="")
@@ -205,6 +210,14 @@ def _pretrain(words: list[str]) -> int:
     from recipes.pretrain import pretrain
 
     return pretrain(cfg) or 0
+
+
+def _sweep(verb: str, words: list[str], shows: bool) -> int:
+    from recipes import sweep
+
+    if shows:
+        raise UserError("--cfg job: shows one run; leave --multirun out")
+    return sweep.run(verb, [word for word in words if word not in sweep.FLAGS])
 
 
 def _without_cfg(words: list[str]) -> tuple[list[str], bool]:

@@ -36,7 +36,7 @@ def judge(word: str) -> Override:
         quoted = word.split("=", 1)[1].replace('"', "")
         raise UserError(f"{word}: {first_line(error)}; quote a value with special characters: '{key}=\"{quoted}\"'") from error
     if override.is_sweep_override():
-        raise UserError(f"{word}: several values; a command is one run, so start one for each value")
+        raise UserError(f"{word}: several values; a command is one run: give --multirun for a run each")
     value = override.value()
     if key in GROUPS and str(value) not in GROUPS[key]:
         raise UserError(f"{word}: no such {key}{suggestion(str(value), GROUPS[key])}; there are {', '.join(GROUPS[key])}")
