@@ -25,6 +25,31 @@ TRAINING = {
 }
 
 
+class Coming:
+    """What an earlier run, which has `model`, will have left at `path`."""
+
+    def __init__(self, path: Path, model: K3Config):
+        self.path = path
+        self.model = dataclasses.replace(model)
+
+    def check(self, model: K3Config) -> None:
+        agree(self.path, self.model, model)
+
+
+def agree(path: Path, theirs: K3Config, model: K3Config) -> None:
+    """Raises UserError, with every key that differs, where the run's `model` is another than `theirs`, that of its run.init."""
+    from recipes.config import leaves
+
+    values = dict(leaves(theirs))
+    wrong = [
+        f"model.{key}={shown(value)}: the weights of run.init={path} have {shown(values[key])}"
+        for key, value in leaves(model)
+        if key not in TRAINING and value != values[key]
+    ]
+    if wrong:
+        raise UserError("\n".join(wrong) + "\nleave the model's keys out: run.init brings them")
+
+
 class Initial:
     """What `path` holds. Raises UserError where that is neither of the three, and as their readers do."""
 
@@ -41,17 +66,8 @@ class Initial:
         return dataclasses.replace(self._source.config)
 
     def check(self, model: K3Config) -> None:
-        """Raises UserError, with every key that differs, where the run's model is another one."""
-        from recipes.config import leaves
-
-        theirs = dict(leaves(self._source.config))
-        wrong = [
-            f"model.{key}={shown(value)}: the weights of run.init={self.path} have {shown(theirs[key])}"
-            for key, value in leaves(model)
-            if key not in TRAINING and value != theirs[key]
-        ]
-        if wrong:
-            raise UserError("\n".join(wrong) + "\nleave the model's keys out: run.init brings them")
+        """As `agree`."""
+        agree(self.path, self._source.config, model)
 
     def verify(self, world: World) -> None:
         """Compares a checkpoint's files with their checksums, each rank its share. Raises CheckpointError, on all ranks."""
