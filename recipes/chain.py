@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recipes.coming import TRAINING
 from recipes.compose import compose
 from recipes.config import Config
 from recipes.errors import UserError, suggestion, word
@@ -30,7 +31,8 @@ def stages(words: Sequence[str], phases: Sequence[str]) -> list[Stage]:
         if first.chain == ["pretrain"]:
             return [Stage("pretrain", first, common)]
     names = _names([*common, *(rest for _, rest, _ in own if rest.startswith("chain="))], phases)
-    each: list[list[str]] = [list(common) for _ in names]
+    # later stages have the model of the first
+    each: list[list[str]] = [[w for w in common if number == 0 or not _decides_model(w)] for number in range(len(names))]
     for where, rest, text in own:
         if rest.split("=")[0].split(".")[0] in ("chain", "submit") or rest.startswith(("run.dir=", "run.resume=")):
             raise UserError(f"{text}: belongs to the whole chain; give it without {where}:")
@@ -73,6 +75,11 @@ def _split(text: str) -> tuple[str, str] | None:
     return (where, rest) if colon and where.isidentifier() | where.isdecimal() and "=" in rest else None
 
 
+def _decides_model(text: str) -> bool:
+    section, _, key = text.split("=")[0].partition(".")
+    return section == "model" and key not in TRAINING
+
+
 def _number(where: str, names: Sequence[str], text: str) -> int:
     """Which stage it is, from 0."""
     if where.isdecimal():
@@ -80,6 +87,6 @@ def _number(where: str, names: Sequence[str], text: str) -> int:
             raise UserError(f"{text}: the chain has {len(names)} stage{'s' * (len(names) > 1)}, from 1")
         return int(where) - 1
     if names.count(where) != 1:
-        how = "is no stage of the chain" if where not in names else "is more than one stage"
-        raise UserError(f"{text}: {where} {how} {','.join(names)}; give its number, from 1")
+        how = "no stage" if where not in names else "more than one stage"
+        raise UserError(f"{text}: {where} is {how} of chain=[{','.join(names)}]; give its number, from 1")
     return names.index(where)

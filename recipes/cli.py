@@ -58,16 +58,16 @@ BENCHES = {
 }
 
 VERBS = {
-    "pretrain": Verb(
-        "train a model from scratch on text", "recipes.cli:_pretrain", trains=True, phase=True, sections=None
-    ),
+    "pretrain": Verb("train a model from scratch on text", "recipes.cli:_pretrain", trains=True, phase=True, sections=None),
     "submit": Verb(
         "give a run, or a chain of runs, to Slurm, where it goes on until it is complete",
         "recipes.submit:run",
         sections=("nodes", "chain", "cluster", "submit"),
         usage="cluster=NAME nodes=N [any key of k3 pretrain ...] [STAGE:key=value ...]",
     ),
-    "status": Verb("list runs: how far each is, where, and what to do about one that stopped", "recipes.status:run", usage="[FOLDER]"),
+    "status": Verb(
+        "list runs: how far each is, where, and what to do about one that stopped", "recipes.status:run", usage="[FOLDER]"
+    ),
     "prove": Verb(
         "show that a parallel layout computes what one process computes",
         "recipes.prove:run",

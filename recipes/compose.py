@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -25,12 +25,16 @@ from omegaconf.errors import OmegaConfBaseException
 from k3.config import K3Config
 from parallel.config import data_parallel_size
 from recipes import processes
+from recipes.coming import Coming
 from recipes.config import CONF, GROUPS, JOBS, SUBMITTING, Config, leaves
 from recipes.errors import UserError, first_line, suggestion
 from recipes.overrides import explain, judge
 from recipes.placement import place
 from recipes.unused import without_effect
 from recipes.validate import check, check_fit, check_training
+
+if TYPE_CHECKING:
+    from recipes.initial import Initial
 
 CONFIG_FILE = "config.yaml"  # the resolved configuration inside a run folder; a job is run from this file, never recomposed
 
@@ -183,11 +187,8 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
 
 def _begin(cfg: Config, words: Sequence[Override], after: K3Config | None) -> None:
     """The model is that of `run.init`; what was typed of it must agree, but for how it is trained."""
-    from recipes.initial import Coming, Initial
-
     assert cfg.run.init is not None
-    path = Path(cfg.run.init)
-    opened = Initial(path) if after is None else Coming(path, after)
+    opened = _initial(Path(cfg.run.init)) if after is None else Coming(Path(cfg.run.init), after)
     if not any(word.key_or_group == "model" for word in words):
         value = dict(leaves(cfg))
         cfg.model = opened.model
@@ -195,6 +196,12 @@ def _begin(cfg: Config, words: Sequence[Override], after: K3Config | None) -> No
             if word.key_or_group.startswith("model."):
                 _set(cfg, word.key_or_group, value[word.key_or_group])
     opened.check(cfg.model)
+
+
+def _initial(path: Path) -> Initial:
+    from recipes.initial import Initial  # with torch
+
+    return Initial(path)
 
 
 def _set_by(key: str) -> list[str]:

@@ -46,7 +46,7 @@ def word(key: str, value: object) -> str:
     text = shown(value)
     if not isinstance(value, str) or re.fullmatch(r"[\w./-]+", text):
         return f"{key}={text}"
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    escaped = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ("\\" + m[2] if m[2] else ""), text)  # a backslash counts before a quote
     return f'{key}="{escaped}"'
 
 

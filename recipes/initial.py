@@ -16,38 +16,9 @@ from parallel.checkpoint import CheckpointError
 from parallel.checkpoint_folder import damages, unloadable
 from parallel.together import from_first, gather
 from parallel.world import World
-from recipes.errors import UserError, shown
+from recipes.coming import agree
+from recipes.errors import UserError
 from recipes.stored import WEIGHTS, Stored, find
-
-# of the model's keys those that say how it is trained, not what it is: a checkpoint does not decide them
-TRAINING = {
-    *("init_std", "mtp_weight", "moe.balance", "moe.bins", "moe.ema", "moe.bias_step", "moe.aux_weight"),
-}
-
-
-class Coming:
-    """What an earlier run, which has `model`, will have left at `path`."""
-
-    def __init__(self, path: Path, model: K3Config):
-        self.path = path
-        self.model = dataclasses.replace(model)
-
-    def check(self, model: K3Config) -> None:
-        agree(self.path, self.model, model)
-
-
-def agree(path: Path, theirs: K3Config, model: K3Config) -> None:
-    """Raises UserError, with every key that differs, where the run's `model` is another than `theirs`, that of its run.init."""
-    from recipes.config import leaves
-
-    values = dict(leaves(theirs))
-    wrong = [
-        f"model.{key}={shown(value)}: the weights of run.init={path} have {shown(values[key])}"
-        for key, value in leaves(model)
-        if key not in TRAINING and value != values[key]
-    ]
-    if wrong:
-        raise UserError("\n".join(wrong) + "\nleave the model's keys out: run.init brings them")
 
 
 class Initial:

@@ -39,6 +39,9 @@ def _misfit(cfg: Config) -> list[str]:
         text = f"{of}: {room} ranks, which parallel.tp * pp * cp = {p.tp} * {p.pp} * {p.cp} = {inner} does not divide"
         return [f"{text}; {_give(inner, each)}"]
     p.dp = data_parallel_size(p, room)
+    if (spread := p.tp * p.cp * p.dp) % p.ep:
+        text = f"{of}: {room} ranks, and parallel.ep={p.ep} does not divide tp * cp * dp = {p.tp} * {p.cp} * {p.dp} = {spread}"
+        return [f"{text}; {_give(world_size(dataclasses.replace(p, dp=None)), each)}"]
     if (size := world_size(p)) == room:
         return []
     text = f"{of}: {room} ranks, and parallel.tp * pp * cp * dp = {p.tp} * {p.pp} * {p.cp} * {p.dp} = {size}"

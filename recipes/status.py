@@ -152,5 +152,7 @@ def _advice(folder: Path, state: str, facts: Mapping[str, Any]) -> tuple[str, ..
     if state != "unknown":
         there = (folder / "checkpoints" / "latest").is_file()
         fresh = f"k3 pretrain {word('run.dir', str(folder))} run.resume=auto"
-        lines.append(f"continue with: {facts.get('resume') or (f'k3 pretrain {word("run.resume", str(folder))}' if there else fresh)}")
+        lines.append(
+            f"continue with: {facts.get('resume') or (f'k3 pretrain {word("run.resume", str(folder))}' if there else fresh)}"
+        )
     return tuple(lines)

@@ -174,8 +174,8 @@ def queue(script: Path, cfg: Config) -> int:
     except SlurmError as error:
         text, c = str(error), cfg.cluster
         keys = {
-            "partition": f"cluster.partition={c.partition}",
             "account": f"cluster.account={c.account}",
+            "partition": f"cluster.partition={c.partition}",
             "QOS": f"cluster.qos={c.qos}",
             "qos": f"cluster.qos={c.qos}",
             "time limit": f"cluster.time={c.time}",

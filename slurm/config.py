@@ -27,7 +27,7 @@ class NetworkConfig:
 
 @dataclass
 class ContainerConfig:
-    image: str | None = None  # a pyxis image: a .sqsh file, or registry#name:tag; null: no container
+    image: str | None = None  # a pyxis image: a .sqsh file, or registry#name:tag; null: no container; "": to be given
     mounts: list[str] = field(default_factory=list)  # SOURCE:TARGET, beside the working directory and the run folder
 
 
@@ -149,7 +149,7 @@ def _without_effect(cluster: ClusterConfig) -> Iterator[str]:
         yield f"cluster.network.gid_index={network.gid_index}: only cluster.network.fabric=roce has one; leave it out"
     if network.hca and network.fabric is Fabric.tcp:
         yield f"cluster.network.hca={network.hca}: cluster.network.fabric=tcp uses no adapter; leave it out"
-    if container.image == "???":  # a cluster file that is about containers
+    if container.image == "":  # as in a cluster file that is about containers
         yield "cluster.container.image: not given; give a .sqsh file or registry#name:tag"
     if container.mounts and container.image is None:
         yield "cluster.container.mounts: there is no container to mount into; give cluster.container.image, or leave it out"

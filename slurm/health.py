@@ -105,11 +105,16 @@ def meet(place: Place, faults: Sequence[str], timeout: float, clock_skew: float,
     heard = answers(store, "sum", place, wait) if place.rank == 0 else {}
     give_up.cancel()
     if place.rank == 0:
-        clocks = {rank: float(store.get(f"clock/{rank}")) - now for rank in range(place.size)}
-        for rank, ahead in clocks.items():
-            if abs(ahead) > clock_skew and not heard[rank]:
-                heard[rank] = f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} that of {place.node(0)}"
+        clocks = {rank: float(store.get(f"clock/{rank}")) for rank, fault in heard.items() if not fault}
+        heard |= clock_faults(clocks, clock_skew, place.node(0))
     return _verdict(store, "second", place, heard, longer)
+
+
+def clock_faults(clocks: Mapping[int, float], most: float, first: str) -> dict[int, str]:
+    """By rank, what is wrong with clocks (in seconds, read at one moment) beside that of rank 0, whose node is `first`."""
+    ahead = {rank: clock - clocks[0] for rank, clock in clocks.items()} if 0 in clocks else {}
+    text = "its clock is {:.1f} s {} that of {}"
+    return {r: text.format(abs(a), "ahead of" if a > 0 else "behind", first) for r, a in ahead.items() if abs(a) > most}
 
 
 def answers(store, part: str, place: Place, wait: timedelta) -> dict[int, str]:  # type: ignore[no-untyped-def]

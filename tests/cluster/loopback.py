@@ -95,9 +95,6 @@ class Loopback:
         self.root = root
         for name in ("munge", "state", "log", "dev"):
             (root / name).mkdir(parents=True)
-        for folder in (root, *root.parents):  # munged and the daemons' users look through these
-            if folder.owner() == "root" and folder != Path("/"):
-                folder.chmod(folder.stat().st_mode | 0o055)
         self._pids = [root / "slurmctld.pid", *(root / f"slurmd.n{n}.pid" for n in range(1, NODES + 1)), root / "munge/pid"]
         host = socket.gethostname().split(".")[0]
         control, *ports = _free_ports(1 + NODES)

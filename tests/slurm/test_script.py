@@ -92,7 +92,12 @@ class Start:
         made = cluster("cpu")
         made.environment = {"NCCL_DEBUG": "INFO"}
         (folder / "job.sbatch").write_text(render(job(run=str(folder), directory=str(folder)), made))
-        env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[07,02,11]", "SLURM_JOB_ID": "7003"}
+        env = {
+            **os.environ,
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SLURM_JOB_NODELIST": "n[07,02,11]",
+            "SLURM_JOB_ID": "7003",
+        }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=env, start_new_session=True, **pipes)
 
