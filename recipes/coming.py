@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from pathlib import Path
 
 from k3.config import K3Config
@@ -20,10 +20,14 @@ class Coming:
 
     def __init__(self, path: Path, model: K3Config):
         self.path = path
-        self.model = dataclasses.replace(model)
+        self._model = model
+
+    @property
+    def model(self) -> K3Config:
+        return copy.deepcopy(self._model)  # what is typed of it shall not change what it is compared with
 
     def check(self, model: K3Config) -> None:
-        agree(self.path, self.model, model)
+        agree(self.path, self._model, model)
 
 
 def agree(path: Path, theirs: K3Config, model: K3Config) -> None:

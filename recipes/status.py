@@ -151,8 +151,6 @@ def _advice(folder: Path, state: str, facts: Mapping[str, Any]) -> tuple[str, ..
         lines.append(f"its log ends: {said[-1]}   ({log})" if said else f"log: {log}, which says nothing yet")
     if state != "unknown":
         there = (folder / "checkpoints" / "latest").is_file()
-        fresh = f"k3 pretrain {word('run.dir', str(folder))} run.resume=auto"
-        lines.append(
-            f"continue with: {facts.get('resume') or (f'k3 pretrain {word("run.resume", str(folder))}' if there else fresh)}"
-        )
+        here = word("run.resume", str(folder)) if there else f"{word('run.dir', str(folder))} run.resume=auto"
+        lines.append(f"continue with: {facts.get('resume') or f'k3 pretrain {here}'}")
     return tuple(lines)

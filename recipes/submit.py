@@ -15,14 +15,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.chain import Stage, stages
 from recipes.config import SUBMITTING, Config, WandbMode
-from recipes.errors import UserError, nearest, word
+from recipes.errors import UserError, nearest, shown, word
 from slurm import client
 from slurm.client import SlurmError
 from slurm.script import Job, render
+
+if TYPE_CHECKING:
+    from recipes.run_folder import RunFolder
 
 SCRIPT = "job.sbatch"  # in the run folder
 FACTS = "job.json"  # beside it: the number of the job, its log, and the words to submit it again
@@ -42,19 +45,20 @@ def run(words: Sequence[str]) -> int:
         return 0
     if not client.available():
         raise UserError(
-            "submit: Slurm's sbatch and squeue are not on the PATH; go to a login node of the cluster, or give submit.dry_run=true "
-            "to see the script"
+            "submit: Slurm's sbatch and squeue are not on the PATH; go to a login node of the cluster, or give "
+            "submit.dry_run=true to see the script"
         )
     for link in links:
         check_cluster(link.cfg)
-    queued: list[int] = []
+    queued: list[tuple[int, RunFolder]] = []
     try:
         for link in links:
-            queued.append(submit(link, queued[-1] if queued else None))
+            queued.append(submit(link, queued[-1][0] if queued else None))
     except BaseException:
-        for number in queued:
+        for number, folder in queued:
             with contextlib.suppress(SlurmError):
                 client.cancel(number)
+            clear(folder)
         raise
     return 0
 
@@ -86,8 +90,8 @@ def resume_command(folder: str, words: Sequence[str], cfg: Config) -> str:
     return shlex.join(["k3", "submit", word("run.resume", folder), f"nodes={cfg.nodes}", *kept])
 
 
-def submit(link: Stage, after: int | None) -> int:
-    """Writes the run folder and queues its job."""
+def submit(link: Stage, after: int | None) -> tuple[int, RunFolder]:
+    """Writes the run folder and queues its job. Raises UserError, and leaves nothing in a new folder."""
     from recipes.run_folder import open_run
 
     cfg = link.cfg
@@ -97,9 +101,9 @@ def submit(link: Stage, after: int | None) -> int:
     opened.close()  # before the job starts, which wants to hold it
     if opened.is_complete:
         raise UserError(f"run.dir={cfg.run.dir}: this run is complete; give another folder to begin a new one")
-    if opened.checkpoint is None and (waiting := waits(opened.path)):
+    if waiting := waits(opened.path):
         raise UserError(f"run.dir={cfg.run.dir}: job {waiting} is queued for it; cancel that (scancel {waiting}), or wait")
-    script, facts = opened.path / SCRIPT, opened.path / FACTS
+    script = opened.path / SCRIPT
     try:
         this = job(link, after, _again(link.words) if continued else ())
         log = Path(this.log).parent
@@ -108,18 +112,24 @@ def submit(link: Stage, after: int | None) -> int:
         number = queue(script, cfg)
     except BaseException:
         if not continued:
-            script.unlink(missing_ok=True)
-            opened.discard()
+            clear(opened)
         raise
     path = this.log.replace("%j", str(number))
     said: dict[str, Any] = {"job": number, "phase": link.phase, "nodes": cfg.nodes, "log": path, "resume": this.resume}
     said |= {"after": after, "submitted": time.time()}
-    facts.write_text(json.dumps(said, indent=1) + "\n")
+    (opened.path / FACTS).write_text(json.dumps(said, indent=1) + "\n")
     print(f"job {number}: {link.phase} in {cfg.run.dir}" + (f", after job {after}" if after is not None else ""))
     print(f"    log  {path}")
     if url := wandb_url(opened.path, cfg):
         print(f"    W&B  {url}")
-    return number
+    return number, opened
+
+
+def clear(folder: RunFolder) -> None:
+    """Removes what `submit` has written into a folder in which nothing has happened yet."""
+    for name in (SCRIPT, FACTS):
+        (folder.path / name).unlink(missing_ok=True)
+    folder.discard()
 
 
 def waits(folder: Path) -> int | None:
@@ -172,18 +182,19 @@ def queue(script: Path, cfg: Config) -> int:
     try:
         return client.submit(script)
     except SlurmError as error:
-        text, c = str(error), cfg.cluster
-        keys = {
-            "account": f"cluster.account={c.account}",
-            "partition": f"cluster.partition={c.partition}",
-            "QOS": f"cluster.qos={c.qos}",
-            "qos": f"cluster.qos={c.qos}",
-            "time limit": f"cluster.time={c.time}",
-            "feature": f"cluster.constraint={c.constraint}",
-            "node": f"nodes={cfg.nodes} cluster.gpus_per_node={c.gpus_per_node} cluster.cpus_per_task={c.cpus_per_task} "
-            f"cluster.memory={c.memory}",
+        text = str(error)
+        likely = {  # a part of Slurm's sentence -> the keys it is about
+            "account": ("account",),
+            "partition": ("partition",),
+            "QOS": ("qos",),
+            "qos": ("qos",),
+            "time limit": ("time",),
+            "feature": ("constraint",),
+            "node": ("gpus_per_node", "tasks_per_node", "cpus_per_task", "memory"),
         }
-        key = next((key for part, key in keys.items() if part in text), "submit")
+        part = next((part for part in likely if part in text), None)
+        words = [f"cluster.{key}={shown(getattr(cfg.cluster, key))}" for key in likely.get(part or "", ())]
+        key = " ".join([*([f"nodes={cfg.nodes}"] if part == "node" else []), *words]) or "submit"
         raise UserError(f"{key}: sbatch refuses the job: {text}") from error
 
 

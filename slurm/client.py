@@ -43,7 +43,7 @@ def cancel(job: int) -> None:
 
 def partitions() -> dict[str, int]:
     """Partition -> its nodes, those that are down included; the default one is also there as ''."""
-    found = {}
+    found: dict[str, int] = {}
     for line in _do(["sinfo", "--noheader", "--format=%P %D", "--all"]).splitlines():
         name, count = line.split()
         for key in (name.rstrip("*"), *([""] if name.endswith("*") else [])):

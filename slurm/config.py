@@ -127,13 +127,13 @@ def wrong(cluster: ClusterConfig) -> Iterator[str]:
             f"cluster.tasks_per_node={ranks_per_node(cluster)}: a rank has a GPU of its own, and "
             f"cluster.gpus_per_node={cluster.gpus_per_node}; leave it out"
         )
-    limit = seconds(cluster.time)
+    limit, least = seconds(cluster.time), -(-2 * cluster.signal_margin // 60)  # minutes
     if not limit:
         yield f"cluster.time={cluster.time}: not a time limit; give hours:minutes:seconds, such as 04:00:00"
     elif limit < 2 * cluster.signal_margin:
         yield (
             f"cluster.time={cluster.time}: with cluster.signal_margin={cluster.signal_margin} less than half of it would train; "
-            f"give at least {-(-2 * cluster.signal_margin // 60)} minutes, as in cluster.time={-(-2 * cluster.signal_margin // 60)}:00"
+            f"give at least {least} minutes, as in cluster.time={least}:00"
         )
     if cluster.signal_margin < max(1, cluster.signal_margin_min):
         yield (

@@ -147,15 +147,15 @@ def test_unfit_nodes_fail_the_job_and_its_child_is_cancelled(
     ("word", "says"),
     [
         ("cluster.partition=trian", "cluster.partition=trian: the cluster has no such partition; the nearest is train"),
-        ("nodes=9", "nodes=9: the default partition has 3; give nodes=3 or fewer"),
+        ("nodes=9 data.batch_size=18", "nodes=9: the default partition has 3; give nodes=3 or fewer"),
         ("cluster.log_dir=corpus/00.txt/logs", "cluster.log_dir=corpus/00.txt/logs: logs cannot be written there"),
-        ("cluster.cpus_per_task=5", "cluster.cpus_per_task=5 cluster.memory=null: sbatch refuses the job: "),
+        ("cluster.cpus_per_task=5", "tasks_per_node=1 cluster.cpus_per_task=5 cluster.memory=null: sbatch refuses the job: "),
     ],
 )
 def test_what_slurm_cannot_take_is_a_message(
     word: str, says: str, at_home: Path, cluster: Loopback, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = cluster.slurm("squeue", "-h", "--states=all", "-o", "%i")
-    assert cli.main(["submit", *words("refused", word)]) == 2
+    assert cli.main(["submit", *words("refused", *word.split())]) == 2
     assert says in capsys.readouterr().err
     assert cluster.slurm("squeue", "-h", "--states=all", "-o", "%i") == before and not Path("runs/refused").exists()

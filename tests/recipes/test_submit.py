@@ -67,6 +67,7 @@ def test_data_ranks_fill_the_nodes() -> None:
         (["pretrain:run.steps=1", "chain=[pretrain,pretrain]"], "pretrain is more than one stage of"),
         (["sft:run.steps=1", "chain=[pretrain,pretrain]"], "sft is no stage of chain=[pretrain,pretrain]; give its number"),
         (["2:run.dir=x", "chain=[pretrain,pretrain]"], "belongs to the whole chain; give it without 2:"),
+        (["2:model.moe.top_k=2", *TINY, "chain=[pretrain,pretrain]"], "model.moe.top_k=2: the weights of run.init="),
         (["2:model.layers=7", *TINY, "chain=[pretrain,pretrain]"], "model.layers=7: the weights of run.init="),
     ],
 )
@@ -118,7 +119,7 @@ def test_stages_of_a_chain_begin_with_the_one_before() -> None:
 
 
 def test_the_model_of_a_chain_is_the_first_ones() -> None:
-    first, second = stages(["cluster=cpu", "chain=[pretrain,pretrain]", "1:model=tiny", "1:model.layers=6"], PHASES)
+    first, second = stages(["cluster=cpu", "chain=[pretrain,pretrain]", "model=tiny", "1:model.layers=6"], PHASES)
     assert first.cfg.model == second.cfg.model == dataclasses.replace(PRESETS["tiny"](), layers=6)
 
 
@@ -139,12 +140,12 @@ def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     ("says", "key"),
     [
         ("Batch job submission failed: Invalid account or account/partition combination specified", "cluster.account=mine: "),
-        ("Batch job submission failed: Invalid qos specification", "cluster.qos=None: "),
+        ("Batch job submission failed: Invalid qos specification", "cluster.qos=null: "),
         (
             "Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
             "cluster.time=01:00:00: ",
         ),
-        ("Batch job submission failed: Invalid feature specification", "cluster.constraint=None: "),
+        ("Batch job submission failed: Invalid feature specification", "cluster.constraint=null: "),
     ],
 )
 def test_what_sbatch_refuses_is_told_with_its_key(says: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
