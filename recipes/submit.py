@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.chain import Stage, stages
+from recipes.compose import CONFIG_FILE
 from recipes.config import SUBMITTING, Config, WandbMode
 from recipes.errors import UserError, nearest, shown, word
 from slurm import client
@@ -87,16 +88,17 @@ def job(link: Stage, after: int | None = None, again: Sequence[str] = ()) -> Job
 def resume_command(folder: str, words: Sequence[str], cfg: Config) -> str:
     """What a user types to put the run of `folder` into the queue again."""
     kept = [w for w in words if w.split("=")[0].split(".")[0] in ("cluster", "submit") and not w.startswith("submit.dry_run=")]
-    return shlex.join(["k3", "submit", word("run.resume", folder), f"nodes={cfg.nodes}", *kept])
+    # auto: it may be needed before there is a checkpoint
+    return shlex.join(["k3", "submit", word("run.dir", folder), "run.resume=auto", f"nodes={cfg.nodes}", *kept])
 
 
 def submit(link: Stage, after: int | None) -> tuple[int, RunFolder]:
     """Writes the run folder and queues its job. Raises UserError, and leaves nothing in a new folder."""
-    from recipes.run_folder import open_run
+    from recipes.run_folder import open_run  # with torch
 
     cfg = link.cfg
     assert cfg.run.dir is not None
-    continued = cfg.run.resume is not None
+    continued = (Path(cfg.run.dir) / CONFIG_FILE).is_file()
     opened = open_run(cfg)  # refuses a folder with another run, and one in which a process trains
     opened.close()  # before the job starts, which wants to hold it
     if opened.is_complete:

@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ)
     parser.add_argument("--free-gib", type=float, required=True)
     parser.add_argument("--clock-skew", type=float, required=True)
     args = parser.parse_args(argv)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # not what each socket has waited for; before torch is imported
     place = Place.of(env)
     faults = list(local_faults(args.gpus, args.folder, args.free_gib)) if place.local == 0 else []
     lines = meet(place, faults, args.timeout, args.clock_skew, "nccl" if args.gpus else "gloo")

@@ -6,6 +6,7 @@ The model is tiny and a node is an address of this machine; Slurm, srun, gloo an
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,10 @@ def test_a_cancelled_job_leaves_a_good_checkpoint(at_home: Path, cluster: Loopba
     last = checkpoint.latest(folder / "checkpoints")
     assert last is not None and stored(last) and checkpoint.facts(last)["step"] == len(metrics(folder)) < STEPS
     said = status(capsys, folder)
-    assert "stopped" in said and "k3 submit run.resume=runs/cancelled nodes=2 cluster=cpu" in said
+    assert "stopped" in said
+    (command,) = [line.strip().removeprefix("continue with: ") for line in said.splitlines() if "continue with" in line]
+    assert command.startswith("k3 submit run.dir=runs/cancelled run.resume=auto nodes=2 cluster=cpu ")
+    assert cli.main([*shlex.split(command)[1:], "submit.dry_run=true"]) == 0
 
 
 def test_unfit_nodes_fail_the_job_and_its_child_is_cancelled(
@@ -140,7 +144,11 @@ def test_unfit_nodes_fail_the_job_and_its_child_is_cancelled(
     assert "k3: health: n2: 0 of 1 GPUs\n" in said and "k3: health: n3: 0 of 1 GPUs\n" in said
     assert not (folder / "metrics.jsonl").exists()
     said = status(capsys, folder)
-    assert "failed" in said and "exit code 1" in said and "continue with: k3 submit run.resume=" in said
+    assert (
+        "failed" in said
+        and "exit code 1" in said
+        and "continue with: k3 submit run.dir=runs/unfit-1-pretrain run.resume=auto nodes=2" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_data_ranks_fill_the_nodes() -> None:
         (["pretrain:run.steps=1", "chain=[pretrain,pretrain]"], "pretrain is more than one stage of"),
         (["sft:run.steps=1", "chain=[pretrain,pretrain]"], "sft is no stage of chain=[pretrain,pretrain]; give its number"),
         (["2:run.dir=x", "chain=[pretrain,pretrain]"], "belongs to the whole chain; give it without 2:"),
-        (["2:model.moe.top_k=2", *TINY, "chain=[pretrain,pretrain]"], "model.moe.top_k=2: the weights of run.init="),
+        (["2:model.moe.top_k=3", *TINY, "chain=[pretrain,pretrain]"], "model.moe.top_k=3: the weights of run.init="),
         (["2:model.layers=7", *TINY, "chain=[pretrain,pretrain]"], "model.layers=7: the weights of run.init="),
     ],
 )
@@ -164,7 +164,7 @@ def test_words_survive_the_shell_and_hydra() -> None:
     cfg = compose([*TINY, "nodes=2"], "submit")
     command = shlex.split(resume_command(nasty, ["cluster=cpu", word("cluster.account", nasty), "run.steps=3"], cfg))
     assert command[:2] == ["k3", "submit"] and not any("run.steps" in text for text in command)
-    again = compose([text for text in command[2:] if not text.startswith("run.resume=")], "submit")
+    again = compose([text for text in command[2:] if not text.startswith("run.")], "submit")
     assert again.cluster.account == nasty
     assert compose([*TINY, word("run.dir", nasty)], "submit").run.dir == nasty
 
