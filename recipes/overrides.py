@@ -24,7 +24,7 @@ def judge(word: str) -> Override:
         raise UserError(f"{word}: not an option; give key=value, or --help for the keys")
     key = word.lstrip("+~").split("=", 1)[0]
     owner = key.rpartition(".")[0]
-    if key in OPEN and not word.startswith(("+", "~")):
+    if key in OPEN and word != f"{key}={{}}" and not word.startswith(("+", "~")):
         raise UserError(f"{word}: give {key}.NAME=VALUE for each")
     exists = key in known or key in GROUPS or owner in OPEN
     sign = SIGNS.get(word[:1])

@@ -125,7 +125,7 @@ def test_a_cancelled_job_leaves_a_good_checkpoint(at_home: Path, cluster: Loopba
     assert last is not None and stored(last) and checkpoint.facts(last)["step"] == len(metrics(folder)) < STEPS
     said = status(capsys, folder)
     assert "stopped" in said
-    (command,) = [line.strip().removeprefix("continue with: ") for line in said.splitlines() if "continue with" in line]
+    command = said.splitlines()[-1].removeprefix("    continue with: ")
     assert command.startswith("k3 submit run.dir=runs/cancelled run.resume=auto nodes=2 cluster=cpu ")
     assert cli.main([*shlex.split(command)[1:], "submit.dry_run=true"]) == 0
 
@@ -163,7 +163,7 @@ def test_unfit_nodes_fail_the_job_and_its_child_is_cancelled(
 def test_what_slurm_cannot_take_is_a_message(
     word: str, says: str, at_home: Path, cluster: Loopback, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = cluster.slurm("squeue", "-h", "--states=all", "-o", "%i")
+    before = cluster.slurm("squeue", "-h", "-o", "%i")
     assert cli.main(["submit", *words("refused", *word.split())]) == 2
     assert says in capsys.readouterr().err
-    assert cluster.slurm("squeue", "-h", "--states=all", "-o", "%i") == before and not Path("runs/refused").exists()
+    assert cluster.slurm("squeue", "-h", "-o", "%i") == before and not Path("runs/refused").exists()
