@@ -40,6 +40,7 @@ class Verb:
     summary: str
     run: str  # "module:function", taking the words and returning the exit code
     trains: bool = False  # needs the environment of recipes/launch.py
+    phase: bool = False  # trains in a run folder, and is a link of `k3 submit`'s chain
     sections: tuple[str, ...] | None = ()  # of the configuration that its words may set; None: all of it
     usage: str = "[key=value ...]"
 
@@ -65,7 +66,16 @@ BENCHES = {
 }
 
 VERBS = {
-    "pretrain": Verb("train a model from scratch on text", "recipes.cli:_pretrain", trains=True, sections=None),
+    "pretrain": Verb("train a model from scratch on text", "recipes.cli:_pretrain", trains=True, phase=True, sections=None),
+    "submit": Verb(
+        "give a run, or a chain of runs, to Slurm, where it goes on until it is complete",
+        "recipes.submit:run",
+        sections=("nodes", "chain", "cluster", "submit"),
+        usage="cluster=NAME nodes=N [any key of k3 pretrain ...] [STAGE:key=value ...]",
+    ),
+    "status": Verb(
+        "list runs: how far each is, where, and what to do about one that stopped", "recipes.status:run", usage="[FOLDER]"
+    ),
     "prove": Verb(
         "show that a parallel layout computes what one process computes",
         "recipes.prove:run",

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -22,22 +22,28 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from k3.config import K3Config
 from parallel.config import data_parallel_size
 from recipes import processes
-from recipes.config import GROUPS, JOBS, Config, leaves
+from recipes.coming import Coming
+from recipes.config import CONF, GROUPS, JOBS, SUBMITTING, Config, leaves
 from recipes.errors import UserError, first_line, suggestion
 from recipes.overrides import explain, judge
+from recipes.placement import place
 from recipes.unused import without_effect
 from recipes.validate import check, check_fit, check_training
 
+if TYPE_CHECKING:
+    from recipes.initial import Initial
+
 CONFIG_FILE = "config.yaml"  # the resolved configuration inside a run folder; a job is run from this file, never recomposed
-CONF = Path(__file__).parent / "conf"
 
 
-def compose(overrides: Sequence[str] = (), job: str = "pretrain") -> Config:
+def compose(overrides: Sequence[str] = (), job: str = "pretrain", *, after: K3Config | None = None) -> Config:
     """The checked configuration of `k3 JOB overrides...`, with every default resolved (`run.dir`, `parallel.dp`).
 
-    With `run.resume` the folder's own configuration is the base, and the overrides change it. Raises UserError.
+    With `run.resume` the folder's own configuration is the base, and the overrides change it. after: the model that will be in
+    `run.init` by the time of the run; None: it is there now. Raises UserError.
     """
     words = [judge(word) for word in overrides]
     for word in words:
@@ -48,9 +54,11 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain") -> Config:
     if folder is not None:
         cfg = _continue(load_resolved(folder / CONFIG_FILE), cfg, words, folder)
     elif cfg.run.init is not None:
-        _begin(cfg, words)
-    check(cfg)
-    if job == "pretrain":
+        _begin(cfg, words, after)
+    if job == "submit":
+        place(cfg)
+    check(cfg, elsewhere=job == "submit")
+    if job in ("pretrain", "submit"):
         check_training(cfg)
     if job == "estimate":
         check_fit(cfg)
@@ -64,7 +72,8 @@ def _refuse_idle(cfg: Config, words: Sequence[Override], job: str) -> None:
     """UserError for typed values that differ from their defaults and that nothing would read."""
     groups = [w.input_line for w in words if w.key_or_group in GROUPS and w.input_line]
     default = _from_hydra(job, groups)
-    changed = [k for w in words if (k := w.key_or_group) not in GROUPS and get(cfg, k) != get(default, k)]
+    typed = [key for w in words if (key := w.key_or_group) not in GROUPS and key.split(".")[0] not in SUBMITTING]
+    changed = [key for key in typed if get(cfg, key) != get(default, key)]
     if lines := without_effect(cfg, changed, job):
         raise UserError("\n".join(lines))
 
@@ -128,7 +137,7 @@ def _store_groups() -> None:
     store = ConfigStore.instance()
     store.store("schema", Config)
     for group, options in GROUPS.items():
-        for name, make in options.items():
+        for name, make in options.items() if group != "cluster" else ():
             store.store(name, make(), group=group)
 
 
@@ -162,7 +171,11 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
     Whether a run may be continued with that is for recipes/run_folder.py to say, which also knows what is in the folder.
     """
     before = base.parallel.tp
+    for section in SUBMITTING:  # where it runs now is no part of the run
+        setattr(base, section, getattr(typed, section))
     for word in words:
+        if word.key_or_group.split(".")[0] in SUBMITTING:
+            continue
         for key in _set_by(word.key_or_group):
             _set(base, key, get(typed, key))
     typed_sp = any(word.key_or_group == "parallel.sp" for word in words)
@@ -172,12 +185,10 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
     return base
 
 
-def _begin(cfg: Config, words: Sequence[Override]) -> None:
+def _begin(cfg: Config, words: Sequence[Override], after: K3Config | None) -> None:
     """The model is that of `run.init`; what was typed of it must agree, but for how it is trained."""
-    from recipes.initial import Initial
-
     assert cfg.run.init is not None
-    opened = Initial(Path(cfg.run.init))
+    opened = _initial(Path(cfg.run.init)) if after is None else Coming(Path(cfg.run.init), after)
     if not any(word.key_or_group == "model" for word in words):
         value = dict(leaves(cfg))
         cfg.model = opened.model
@@ -185,6 +196,12 @@ def _begin(cfg: Config, words: Sequence[Override]) -> None:
             if word.key_or_group.startswith("model."):
                 _set(cfg, word.key_or_group, value[word.key_or_group])
     opened.check(cfg.model)
+
+
+def _initial(path: Path) -> Initial:
+    from recipes.initial import Initial  # with torch
+
+    return Initial(path)
 
 
 def _set_by(key: str) -> list[str]:

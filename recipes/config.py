@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig
@@ -19,6 +20,7 @@ from k3.config import K3Config
 from k3.presets import PRESETS, nano
 from optim.config import MuonConfig, OptimConfig, OptimizerName
 from parallel.config import ParallelConfig
+from slurm.config import ClusterConfig
 
 
 class Precision(Enum):
@@ -112,6 +114,13 @@ class ProveConfig:
 
 
 @dataclass
+class SubmitConfig:
+    dry_run: bool = False  # print the script, write and submit nothing
+    name: str | None = None  # of the job; null: that of the run folder
+    exclude: list[str] = field(default_factory=list)  # nodes that this job must not use, beside those of cluster.exclude
+
+
+@dataclass
 class Config:
     model: K3Config = field(default_factory=nano)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -124,14 +133,32 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     prove: ProveConfig = field(default_factory=ProveConfig)
+    nodes: int = 1  # of the job
+    chain: list[str] = field(default_factory=lambda: ["pretrain"])  # phases, each of which begins with the last one's weights
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    submit: SubmitConfig = field(default_factory=SubmitConfig)
 
 
+TRAINING = ("model", "optim", "data", "parallel", "activations", "precision", "qat", "run", "checkpoint", "wandb")
+SUBMITTING = ("nodes", "chain", "cluster", "submit")
 # which sections each job reads; its words may set no others
 JOBS: dict[str, tuple[str, ...]] = {
-    "pretrain": ("model", "optim", "data", "parallel", "activations", "precision", "qat", "run", "checkpoint", "wandb"),
+    "pretrain": TRAINING,
+    "submit": (*TRAINING, *SUBMITTING),
     "prove": ("model", "optim", "parallel", "activations", "prove"),
     "estimate": ("model", "optim", "parallel", "activations", "precision", "data"),
 }
+
+CONF = Path(__file__).parent / "conf"
+
+
+def cluster_of(file: Path) -> ClusterConfig:
+    from omegaconf import OmegaConf
+
+    cluster = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.load(file)))
+    assert isinstance(cluster, ClusterConfig)
+    return cluster
+
 
 # group -> option -> its values: what `model=nano` chooses from
 GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
@@ -151,6 +178,8 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
         "mixed": partial(ParallelConfig, tp=2, cp=2, dp=2, ep=4),
     },
     "activations": dict(ACTIVATIONS),
+    # Hydra reads these files itself: a site's own goes beside them
+    "cluster": {file.stem: partial(cluster_of, file) for file in sorted((CONF / "cluster").glob("*.yaml"))},
 }
 
 

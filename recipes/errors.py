@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import Enum
 
@@ -38,6 +39,15 @@ def shown(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def word(key: str, value: object) -> str:
+    """`key=value` as Hydra takes it, in quotes where the value is text with characters that mean something to it."""
+    text = shown(value)
+    if not isinstance(value, str) or re.fullmatch(r"[\w./-]+", text):
+        return f"{key}={text}"
+    escaped = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ("\\" + m[2] if m[2] else ""), text)  # a backslash counts before a quote
+    return f'{key}="{escaped}"'
 
 
 def first_line(error: BaseException) -> str:

@@ -30,7 +30,7 @@ def keys(sections: Iterable[str] | None = None, root: Config | None = None) -> s
             lines.append(f"{name}:")
             lines += _rows(value, name + ".")
         else:
-            lines.append(_row(name, types[name], value, ""))
+            lines.append(_row(name, types[name], value, _comments(Config).get(name, "")))
     return "\n".join(lines)
 
 

@@ -16,13 +16,9 @@ from parallel.checkpoint import CheckpointError
 from parallel.checkpoint_folder import damages, unloadable
 from parallel.together import from_first, gather
 from parallel.world import World
-from recipes.errors import UserError, shown
+from recipes.coming import agree
+from recipes.errors import UserError
 from recipes.stored import WEIGHTS, Stored, find
-
-# of the model's keys those that say how it is trained, not what it is: a checkpoint does not decide them
-TRAINING = {
-    *("init_std", "mtp_weight", "moe.balance", "moe.bins", "moe.ema", "moe.bias_step", "moe.aux_weight"),
-}
 
 
 class Initial:
@@ -38,20 +34,11 @@ class Initial:
     @property
     def model(self) -> K3Config:
         """Its model, with the defaults of what is no part of it."""
-        return copy.deepcopy(self._source.config)
+        return copy.deepcopy(self._source.config)  # what is typed of it shall not change what it is compared with
 
     def check(self, model: K3Config) -> None:
-        """Raises UserError, with every key that differs, where the run's model is another one."""
-        from recipes.config import leaves
-
-        theirs = dict(leaves(self._source.config))
-        wrong = [
-            f"model.{key}={shown(value)}: the weights of run.init={self.path} have {shown(theirs[key])}"
-            for key, value in leaves(model)
-            if key not in TRAINING and value != theirs[key]
-        ]
-        if wrong:
-            raise UserError("\n".join(wrong) + "\nleave the model's keys out: run.init brings them")
+        """As `agree`."""
+        agree(self.path, self._source.config, model)
 
     def verify(self, world: World) -> None:
         """Compares a checkpoint's files with their checksums, each rank its share. Raises CheckpointError, on all ranks."""

@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from recipes.config import GROUPS, Config, leaves
 from recipes.errors import UserError, first_line, shown, suggestion
 
+OPEN = ("cluster.environment",)  # whose names are the user's own
 SIGNS = {"+": "adds a key, and there are none beside the schema's", "~": "deletes a key, and every key is needed"}
 
 
@@ -22,14 +23,17 @@ def judge(word: str) -> Override:
     if word.startswith("-"):
         raise UserError(f"{word}: not an option; give key=value, or --help for the keys")
     key = word.lstrip("+~").split("=", 1)[0]
-    exists = key in known or key in GROUPS
+    owner = key.rpartition(".")[0]
+    if key in OPEN and word != f"{key}={{}}" and not word.startswith(("+", "~")):
+        raise UserError(f"{word}: give {key}.NAME=VALUE for each")
+    exists = key in known or key in GROUPS or owner in OPEN
     sign = SIGNS.get(word[:1])
     if sign:
         raise UserError(f"{word}: {sign}" + (f"; give {key}=value to set it" if exists else suggestion(key, [*known, *GROUPS])))
     if not exists:
         _refuse_unknown(word, key, known)
     if "=" not in word:
-        raise UserError(f"{word}: has no value; give {key}=VALUE ({_choice(key, known)})")
+        raise UserError(f"{word}: has no value; give {key}=VALUE" + (f" ({_choice(key, known)})" if owner not in OPEN else ""))
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
@@ -42,6 +46,8 @@ def judge(word: str) -> Override:
         raise UserError(f"{word}: no such {key}{suggestion(str(value), GROUPS[key])}; there are {', '.join(GROUPS[key])}")
     if key in known and isinstance(known[key], bool) and isinstance(value, int) and value not in (0, 1):
         raise UserError(f"{word}: takes true or false, by default {shown(known[key])}")
+    if owner in OPEN:
+        return OverridesParser.create().parse_override("++" + word)  # for Hydra adds it
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{word}: takes a finite number ({_choice(key, known)})")
     return override

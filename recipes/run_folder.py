@@ -4,6 +4,7 @@ config.yaml       the resolved configuration; a resume runs from it
 metrics.jsonl     one object a step
 checkpoints/      step_N/ and `latest`
 wandb.json        the id of the W&B run that every resume continues
+job.*             of `k3 submit`: the script, the number of the job, its log, and how it failed
 summary.txt/.json, loss.png, experts.png, residuals.png, sample.txt     when the run is complete
 """
 

@@ -25,15 +25,18 @@ MOST_ON_CPU = 8  # processes: more only wait for each other's cores
 Refusal = tuple[str, object, str]  # the key, its value, what is wrong and the fix
 
 
-def check(cfg: Config) -> None:
-    """Raises UserError with every refusal, one a line. Reads no data and starts nothing."""
+def check(cfg: Config, *, elsewhere: bool = False) -> None:
+    """Raises UserError with every refusal, one a line. Reads no data and starts nothing.
+
+    elsewhere: the run is for other machines, whose devices are not known here.
+    """
     lines: list[str] = []
     for rule in (cfg.model.validate, lambda: check_sizes(cfg.parallel), lambda: validate_data(cfg.data)):
         try:
             rule()
         except (ConfigError, ParallelError, DataError) as error:
             lines.extend(str(error).splitlines())
-    rules = (*_precision(cfg), *_data(cfg), *_optim(cfg), *_run(cfg))
+    rules = (*_precision(cfg, elsewhere), *_data(cfg), *_optim(cfg), *_run(cfg))
     lines.extend(f"{key}={shown(value)}: {text}" for key, value, text in rules)
     if lines:
         raise UserError("\n".join(lines))
@@ -149,19 +152,19 @@ def check_memory(cfg: Config, *, on_cpu: bool = False, width: int = 4) -> None:
         )
 
 
-def _precision(cfg: Config) -> Iterator[Refusal]:
+def _precision(cfg: Config, elsewhere: bool) -> Iterator[Refusal]:
     name = cfg.precision.name
     if name in (Precision.fp8, Precision.mxfp8):
-        if not _cuda():
+        if not elsewhere and not _cuda():
             reason = "needs a CUDA device and there is none"
-        elif importlib.util.find_spec("transformer_engine") is None:
+        elif not elsewhere and importlib.util.find_spec("transformer_engine") is None:
             reason = "needs Transformer Engine, which is not installed (the extra `gpu`)"
         else:
             reason = "is not wired into pretraining in this version"
         yield "precision", name, f"{reason}; give precision=bf16"
     if cfg.qat is not Qat.none:
         yield "qat", cfg.qat, "quantisation-aware training belongs to the phases after pretraining (report 4.1.4); give qat=none"
-    if cfg.run.device is Device.cuda and not _cuda():
+    if cfg.run.device is Device.cuda and not elsewhere and not _cuda():
         yield "run.device", cfg.run.device, "there is no CUDA device; give run.device=auto"
 
 

@@ -23,8 +23,8 @@ BELOW: dict[str, set[str]] = {
     "recipes": {"kernels", "parallel", "k3", "data", "optim", "slurm"},
 }
 CONFIG_ONLY = {"recipes/config.py", "recipes/errors.py", "recipes/cli.py", "recipes/launch.py", "recipes/compose.py"}
-CONFIG_ONLY |= {"recipes/overrides.py", "recipes/validate.py", "recipes/help.py"}
-CONFIG_ONLY |= {f"{package}/config.py" for package in ("data", "k3", "optim", "parallel")}
+CONFIG_ONLY |= {"recipes/overrides.py", "recipes/validate.py", "recipes/help.py", "recipes/placement.py"}
+CONFIG_ONLY |= {f"{package}/config.py" for package in ("data", "k3", "optim", "parallel", "slurm")}
 CONFIG_ONLY |= {"k3/activations.py", "k3/presets.py"}
 MOST_LINES = 500
 

@@ -46,6 +46,13 @@ def test_prove_commands_are_taken(command: str) -> None:
     check(compose(shlex.split(command)[2:], job="prove"))
 
 
+@pytest.mark.parametrize("command", [c for c in COMMANDS + INLINE if c.startswith("k3 submit ") and "runs/NAME" not in c])
+def test_submit_commands_are_taken(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command)[2:]
+    if any("=" in word for word in words):
+        assert cli.main(["submit", *words, "submit.dry_run=true"]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS + INLINE if c.startswith("k3 estimate ")])
 def test_estimate_commands_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(shlex.split(command)[1:]) == 0
