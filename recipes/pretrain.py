@@ -32,11 +32,13 @@ from recipes.console import console, say, show_logs
 from recipes.errors import UserError
 from recipes.initial import Initial, initial
 from recipes.interrupts import Interrupts
+from recipes.precision import low_precision
 from recipes.run_folder import RunFolder, cut_metrics, open_run
 from recipes.summary import sizes
 from recipes.trainer import Trainer, TrainingError
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
+DTYPES |= {Precision.fp8: torch.bfloat16, Precision.mxfp8: torch.bfloat16}  # of parameters, and of all outside quantised products
 MISTAKES = (UserError, data.DataError, CheckpointError, ConfigError, ParallelError)  # the user's: all ranks find them together
 
 
@@ -204,6 +206,7 @@ def build(
         seed=cfg.run.seed,
         steps=steps,
         activations=cfg.activations,
+        low_precision=low_precision(cfg.precision.name),
         weights=weights.weights if weights else None,
     )
     if weights:
