@@ -88,6 +88,11 @@ VERBS = {
         trains=True,
         usage="[kda|experts|step|traffic|pipeline|muon|balance|owners ...] [picture=FILE]",
     ),
+    "doctor": Verb(
+        "print what is installed and which kernels will run here; `doctor wandb`: where metrics will go",
+        "recipes.doctor:run",
+        usage="[wandb]",
+    ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }
 
