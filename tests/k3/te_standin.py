@@ -95,15 +95,17 @@ class Linear(_Stateful):
         self._built(parallel_mode=parallel_mode, sequence_parallel=sequence_parallel)
         assert not bias and parallel_mode in (None, "row")
         self.tp_group, self.mode = tp_group, parallel_mode
-        size = tp_group.size() if tp_group is not None else tp_size
-        self.sequence_parallel = size > 1 and sequence_parallel
-        cut = in_features // size if parallel_mode == "row" else in_features
+        self.size = tp_group.size() if tp_group is not None else tp_size
+        self.sequence_parallel = self.size > 1 and sequence_parallel
+        cut = in_features // self.size if parallel_mode == "row" else in_features
         self.weight = nn.Parameter(torch.empty(out_features, cut, device=device, dtype=params_dtype))
         init_method(self.weight)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         from megatron.core.tensor_parallel import mappings
 
+        if self.size > 1 and self.tp_group is None:
+            raise RuntimeError("Tensor parallel group not initialized.")
         _on(self._runs(), inp, self.weight)
         out = F.linear(inp, self.weight)
         if self.mode is None:

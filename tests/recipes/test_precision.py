@@ -10,8 +10,12 @@ import pytest
 
 from k3.low_precision import LowPrecision
 from recipes.compose import compose
+from recipes.config import Precision
 from recipes.errors import UserError
 from recipes.precision import unfit
+from recipes.pretrain import pretrain
+from tests.k3 import te_standin
+from tests.recipes.small_run import do, metrics, stored, words, write_corpus
 
 FP8, MXFP8 = LowPrecision.fp8, LowPrecision.mxfp8
 SMALL = ("model=small", "data.seq_length=512", "data.batch_size=4")
@@ -82,3 +86,24 @@ def test_the_command_says_so_and_exits_with_2():
     program = [str(Path(sys.executable).parent / "k3"), "pretrain", "precision=mxfp8", *SMALL]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("k3: precision=mxfp8: needs a GPU")
+
+
+def test_a_whole_run_quantises_and_leaves_what_bf16_leaves(tmp_path: Path):
+    """The main path with the stand-in for Transformer Engine, past the refusal that a CPU meets."""
+    write_corpus(tmp_path / "corpus")
+    grid = [f"model.mla.{name}=32" for name in ("q_lora_rank", "kv_lora_rank", "nope_dim", "rope_dim", "v_dim")]
+    more = (*grid, "run.steps=2", "run.sample_tokens=3", "precision=bf16")
+    code, plain = do(tmp_path, "plain", *more)
+    cfg = compose(words(tmp_path, "low", *more))
+    cfg.precision.name = Precision.mxfp8
+    with te_standin.installed() as record:
+        assert (code, pretrain(cfg)) == (0, 0)
+    products = [recipe for module, recipe in record.ran if isinstance(module, te_standin.Linear | te_standin.GroupedLinear)]
+    assert products and set(products) == {te_standin.MXFP8BlockScaling(te_standin.Format.E4M3)}
+    low = tmp_path / "low"
+    ours, wanted = metrics(low), metrics(plain)
+    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in wanted], rel=0.01)
+    assert ours[-1]["heldout_loss"] == pytest.approx(wanted[-1]["heldout_loss"], rel=0.01)
+    (one, other) = (sorted(folder.glob("checkpoints/*"))[-1] for folder in (low, plain))
+    tensors, same = stored(one), stored(other)
+    assert {n: (t.shape, t.dtype) for n, t in tensors.items()} == {n: (t.shape, t.dtype) for n, t in same.items()}
