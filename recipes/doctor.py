@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes import dashboard
+from recipes.config import WandbMode
 from recipes.console import say
 from recipes.errors import UserError, suggestion
 from recipes.precision import INSTALL, found, unfit
@@ -161,33 +163,28 @@ def slurm() -> Line:
 
 def wandb() -> Iterator[Line]:
     """The first line is the summary."""
-    from recipes.callbacks.wandb import base_url, has_key, wanted_mode
-    from recipes.config import WandbMode
-
     version = package("wandb", "wandb")
     if version.state is not OK:
         yield version
         return
-    mode = wanted_mode(WandbMode.auto)
+    mode = dashboard.wanted_mode(WandbMode.auto)
     means = {
         WandbMode.online: "metrics are sent",
         WandbMode.offline: "metrics stay in the run folder",
         WandbMode.disabled: "none are kept",
     }
     yield Line("wandb", OK, f"{version.text}, wandb.mode=auto is {mode.value} here: {means[mode]} (k3 doctor wandb)")
-    yield from _wandb_details(mode, base_url(), has_key())
+    yield from _wandb_details(mode, dashboard.base_url(), dashboard.has_key())
 
 
 def _wandb_details(mode: object, url: str, key: bool) -> Iterator[Line]:
-    from recipes.callbacks.wandb import PATIENCE as WAIT
-    from recipes.callbacks.wandb import answers
-
     where = "WANDB_API_KEY or the netrc file"
     yield Line(
         "wandb key", OK if key else ABSENT, f"found for {url} in {where}" if key else f"none in {where}: `wandb login` sets one"
     )
-    reached = answers(url)
-    text = f"{url} answers" if reached else f"{url} does not answer within {WAIT:.0f} s: a run that wants it goes on offline"
+    reached = dashboard.answers(url)
+    silent = f"does not answer within {dashboard.PATIENCE:.0f} s: a run that wants it goes on offline"
+    text = f"{url} {'answers' if reached else silent}"
     yield Line("wandb server", OK if reached else ABSENT, text)
     yield Line("wandb offline", OK, "runs/NAME/wandb/offline-run-*, beside metrics.jsonl, which is written in every mode")
     yield Line("wandb sync", OK, "wandb sync runs/NAME/wandb/offline-run-*  sends them later; a resumed run's parts become one")
