@@ -36,9 +36,9 @@ CHECKS = (
     Check("kernels", 60, "every operator's path here against float64 on the CPU, forward and backward"),
     Check("fla", 90, "fla-core's KDA against the recurrence, forward and backward, with documents"),
     Check("steps", 150, "training steps of the tiny model in float64 here against the CPU: losses and final weights"),
-    Check("nano", 60, "bf16 training steps of model=nano"),
+    Check("nano", 120, "bf16 training steps of model=nano"),
     Check("small", 90, "bf16 training steps of model=small, a billion parameters"),
-    Check("te", 90, "Transformer Engine's modules in fp8 or mxfp8: one product, and training steps beside bf16's"),
+    Check("te", 120, "Transformer Engine's modules in fp8 or mxfp8: one product, and training steps beside bf16's"),
 )
 
 
