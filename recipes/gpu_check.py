@@ -119,7 +119,8 @@ def _environment(folder: Path, wheels: Path | None, on_cpu: bool) -> dict[str, s
     if before := os.environ.get("PYTHONPATH"):
         paths.append(before)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
-    return {**environment, "CUDA_VISIBLE_DEVICES": ""} if on_cpu else environment
+    # one thread: several spin against each other where a machine is busy
+    return {"OMP_NUM_THREADS": "1", **environment, "CUDA_VISIBLE_DEVICES": ""} if on_cpu else environment
 
 
 def _taken(words: list[str], option: str) -> str:
