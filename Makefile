@@ -1,6 +1,6 @@
 # Everything starts from here: `make pretrain` on a fresh clone trains a model, `make test` shows that it is right.
 # ARGS="key=value ..." goes to the command: make pretrain ARGS="run.steps=50"
-.PHONY: help install pretrain test test-slow lint bench clean
+.PHONY: help install pretrain test test-slow lint bench gpu-check gpu-wheels clean
 
 PYTEST = .venv/bin/python -m pytest
 PUBLIC = k3 parallel optim data kernels recipes slurm
@@ -11,6 +11,8 @@ help:
 	@echo "make test-slow  the tests marked slow"
 	@echo "make lint       style, format and types"
 	@echo "make bench      measure this machine"
+	@echo "make gpu-check  what must hold on a GPU, in one table; WHEELS=gpu-wheels where only torch is installed"
+	@echo "make gpu-wheels the other packages that gpu-check needs, to carry to such a machine"
 	@echo "make install    only make .venv"
 	@echo "make clean      remove .venv and the caches, keep runs/"
 
@@ -34,6 +36,15 @@ lint: install
 
 bench: install
 	.venv/bin/k3 bench $(ARGS)
+
+# Without .venv the machine's own python, which has torch and Triton: nothing is installed there.
+GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+
+gpu-check:
+	$(GPU_PYTHON) -m recipes.gpu_check $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+gpu-wheels: install
+	.venv/bin/python -m pip wheel --no-deps --wheel-dir gpu-wheels $$(.venv/bin/python -m recipes.gpu_wheels)
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

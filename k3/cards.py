@@ -53,7 +53,7 @@ class _Scope:
 
     def matrix(
         self, name: str, shape: tuple[int, int], placement: Placement, blocks: Blocks | None = None, role: str = "",
-        published: str = "",
+        published: str = "", low: bool = False,
     ) -> Card:  # fmt: skip
         return Card(
             name=f"{self.ours}{name}.weight",
@@ -64,6 +64,7 @@ class _Scope:
             optimizer=Optimizer.MUON,
             decay=True,
             role=role,
+            low_precision=low,
         )
 
     def vector(
@@ -83,8 +84,8 @@ class _Scope:
             init=init,
         )
 
-    def norm(self, name: str, size: int, placement: Placement = SEQUENCE) -> Card:
-        return self.vector(f"{name}.weight", (size,), placement, "ones")
+    def norm(self, name: str, size: int, placement: Placement = SEQUENCE, low: bool = False) -> Card:
+        return replace(self.vector(f"{name}.weight", (size,), placement, "ones"), low_precision=low)
 
     def reader(self, name: str, size: int, published: str) -> Iterator[Card]:
         """One Attention Residual mix: its key norm and its zero-initialised query."""
@@ -117,11 +118,11 @@ def _layer(c: K3Config, index: int, scope: _Scope) -> Iterator[Card]:
     attnres = c.residual is Residual.attnres
     if attnres:
         yield from scope.reader("attention_residual", d, "self_attention_res")
-    yield scope.norm("input_layernorm", d)
+    yield scope.norm("input_layernorm", d, low=True)
     yield from (_mla if c.is_mla(index) else _kda)(c, scope.sub("attention", "self_attn"))
     if attnres:
         yield from scope.reader("feed_forward_residual", d, "mlp_res")
-    yield scope.norm("post_attention_layernorm", d)
+    yield scope.norm("post_attention_layernorm", d, low=c.is_moe(index) and _reads_norm(c))
     if c.is_moe(index):
         yield from _moe(c, scope.sub("feed_forward", "block_sparse_moe"))
     else:
@@ -133,9 +134,9 @@ def _mtp(c: K3Config, scope: _Scope) -> Iterator[Card]:
     yield scope.norm("enorm", d)
     yield scope.norm("hnorm", d)
     yield scope.matrix("eh_proj", (d, 2 * d), SEQUENCE, role="mtp")
-    yield scope.norm("input_layernorm", d)
+    yield scope.norm("input_layernorm", d, low=True)
     yield from _mla(c, scope.sub("attention", "self_attn"))
-    yield scope.norm("post_attention_layernorm", d)
+    yield scope.norm("post_attention_layernorm", d, low=bool(c.moe.experts) and _reads_norm(c))
     if c.moe.experts:
         yield from _moe(c, scope.sub("feed_forward", "block_sparse_moe"))
     else:
@@ -147,7 +148,8 @@ def _kda(c: K3Config, scope: _Scope) -> Iterator[Card]:
     d, k = c.hidden_size, c.kda
     width, p = k.head_dim, k.heads * k.head_dim
     for name in ("q_proj", "k_proj", "v_proj"):
-        yield scope.matrix(name, (p, d), ROWS, heads((name[0], width)), "attention")
+        yield scope.matrix(name, (p, d), ROWS, heads((name[0], width)), "attention", low=True)
+    # no gate of KDA is computed in low precision: the decay's error grows with every token that a state lives
     for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
         yield scope.vector(f"{name}.weight", (p, k.conv_size), ROWS, "conv", role="convolution", dtype=DType.FP32, decay=True)
     yield scope.matrix("f_a_proj", (width, d), SUM, role="attention")
@@ -162,7 +164,7 @@ def _kda(c: K3Config, scope: _Scope) -> Iterator[Card]:
         yield scope.matrix("g_b_proj", (p, width), ROWS, role="attention")
     # each tensor rank norms its own heads with the one shared weight
     yield scope.vector("o_norm.weight", (width,), SUM, "ones", dtype=DType.FP32)
-    yield scope.matrix("o_proj", (d, p), COLS, role="attention")
+    yield scope.matrix("o_proj", (d, p), COLS, role="attention", low=True)
 
 
 def _mla(c: K3Config, scope: _Scope) -> Iterator[Card]:
@@ -170,24 +172,31 @@ def _mla(c: K3Config, scope: _Scope) -> Iterator[Card]:
     key = m.nope_dim + m.rope_dim
     query = heads(("query", key))
     if m.q_lora_rank is None:
-        yield scope.matrix("q_proj", (m.heads * key, d), ROWS, query, "attention")
+        yield scope.matrix("q_proj", (m.heads * key, d), ROWS, query, "attention", low=True)
     else:
-        yield scope.matrix("q_a_proj", (m.q_lora_rank, d), SEQUENCE, role="attention")
-        yield scope.norm("q_a_layernorm", m.q_lora_rank)
-        yield scope.matrix("q_b_proj", (m.heads * key, m.q_lora_rank), ROWS, query, "attention")
-    yield scope.matrix("kv_a_proj_with_mqa", (m.kv_lora_rank + m.rope_dim, d), SEQUENCE, role="attention")
-    yield scope.norm("kv_a_layernorm", m.kv_lora_rank)
+        yield scope.matrix("q_a_proj", (m.q_lora_rank, d), SEQUENCE, role="attention", low=True)
+        yield scope.norm("q_a_layernorm", m.q_lora_rank, low=True)
+        yield scope.matrix("q_b_proj", (m.heads * key, m.q_lora_rank), ROWS, query, "attention", low=True)
+    yield scope.matrix("kv_a_proj_with_mqa", (m.kv_lora_rank + m.rope_dim, d), SEQUENCE, role="attention", low=True)
+    yield scope.norm("kv_a_layernorm", m.kv_lora_rank, low=True)
     key_value = heads(("key", m.nope_dim), ("value", m.v_dim))
-    yield scope.matrix("kv_b_proj", (m.heads * (m.nope_dim + m.v_dim), m.kv_lora_rank), ROWS, key_value, "attention")
+    rows = m.heads * (m.nope_dim + m.v_dim)
+    yield scope.matrix("kv_b_proj", (rows, m.kv_lora_rank), ROWS, key_value, "attention", low=True)
     if m.output_gate:
-        yield scope.matrix("g_proj", (m.heads * m.v_dim, d), ROWS, role="attention")
-    yield scope.matrix("o_proj", (d, m.heads * m.v_dim), COLS, role="attention")
+        yield scope.matrix("g_proj", (m.heads * m.v_dim, d), ROWS, role="attention", low=True)
+    yield scope.matrix("o_proj", (d, m.heads * m.v_dim), COLS, role="attention", low=True)
 
 
 def _gated_mlp(c: K3Config, size: int, scope: _Scope, role: str) -> Iterator[Card]:
+    low = role == "shared"  # dense layers are the first ones: their error would pass through all others
     for name in ("gate_proj", "up_proj"):
-        yield scope.matrix(name, (size, c.hidden_size), ROWS, role=role)
-    yield scope.matrix("down_proj", (c.hidden_size, size), COLS, role=role)
+        yield scope.matrix(name, (size, c.hidden_size), ROWS, role=role, low=low)
+    yield scope.matrix("down_proj", (c.hidden_size, size), COLS, role=role, low=low)
+
+
+def _reads_norm(c: K3Config) -> bool:
+    """Whether a low-precision matrix reads the norm before a mixture of experts: latent experts read a projection of it."""
+    return c.moe.shared_experts > 0 or not c.latent
 
 
 def _moe(c: K3Config, scope: _Scope) -> Iterator[Card]:
@@ -207,6 +216,7 @@ def _moe(c: K3Config, scope: _Scope) -> Iterator[Card]:
         decay=True,
         quantise=Quantise.MXFP4,
         role="expert",
+        low_precision=True,
     )
     yield expert
     yield replace(

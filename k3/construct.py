@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from k3.activations import ActivationConfig
 from k3.backend import megatron_config
 from k3.balance import Balancer, Balancing
+from k3.builder import Builder, Provider
 from k3.cards import describe
-from k3.config import K3Config
+from k3.config import ConfigError, K3Config
 from k3.init import draw
+from k3.low_precision import LowPrecision, off_grid
 from k3.mla import MLA
 from k3.model import Model
 from k3.residual import ReadBlocks
@@ -28,20 +30,23 @@ def build(
     seed: int = 0,
     device: str | None = None,
     activations: ActivationConfig | None = None,
+    low_precision: LowPrecision | None = None,
     draw_values: bool = True,
 ) -> Model:
     """This rank's part of the model, every parameter drawn from `seed` by name.
 
     `dtype` is float32, bfloat16 or float64; what the release keeps in fp32 stays so under bfloat16. device="meta" builds the
     shapes alone (for counting). `world` defaults to a single process, `activations` to saving all for the backward pass.
+    `low_precision`: Transformer Engine builds what the cards say and quantises there (k3/builder.py); None: nothing.
     draw_values=False leaves parameters and router biases unset, for who fills every one. Raises ConfigError for a contradictory
-    configuration.
+    configuration, or one whose matrices the low precision cannot take.
     """
     config.validate()
     world = world or start()
     megatron = megatron_config(config, world, dtype)
     with torch.device(device or world.device):
-        model = Model(config, megatron, world, activations or ActivationConfig())
+        build = Builder(megatron, world, describe(config), _provider(config, low_precision, world))
+        model = Model(config, build, activations or ActivationConfig())
     for name, module in model.named_modules():
         if isinstance(module, Balancer):
             module.name = name.removesuffix(".feed_forward.router.balancer")
@@ -50,6 +55,20 @@ def build(
         draw(table, seed=seed, std=config.init_std, world=world)
     mark(table, world)
     return model
+
+
+def _provider(config: K3Config, kind: LowPrecision | None, world: World) -> Provider | None:
+    if kind is None:
+        return None
+    if wrong := dict(off_grid(describe(config).values(), kind, world.groups.tp.size())):
+        name, (rows, cols) = next(iter(wrong.items()))
+        raise ConfigError(
+            f"low_precision={kind.value}: {len(wrong)} matrices are no multiples of {kind.grid} on a tensor rank, {name} among "
+            f"them with {rows} x {cols}; give other sizes, or None"
+        )
+    from k3.te import TransformerEngine
+
+    return TransformerEngine(kind)
 
 
 def cards(model: nn.Module) -> CardTable:

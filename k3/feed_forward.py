@@ -12,16 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from k3.builder import Builder
 from k3.config import Activation, K3Config
 from k3.context import Context
-from k3.linear import Column, Duplicated, RMSNorm, Row
 from k3.router import Router
-from kernels.experts import grouped_mlp
 from kernels.situ import situ_glu, swiglu
 from parallel.experts import AllToAll
-from parallel.megatron import TransformerConfig
 from parallel.tensor import enter, join_tokens, split_tokens
-from parallel.world import World
 
 
 def activation(config: K3Config) -> Callable[..., Tensor]:
@@ -34,12 +31,12 @@ def activation(config: K3Config) -> Callable[..., Tensor]:
 class GatedMLP(nn.Module):
     """down(act(gate(x), up(x))): [T, B, d] -> [T, B, d] through `size`."""
 
-    def __init__(self, size: int, config: K3Config, megatron: TransformerConfig, world: World):
+    def __init__(self, size: int, config: K3Config, build: Builder):
         super().__init__()
-        self.world = world
-        self.gate_proj = Column(config.hidden_size, size, megatron, world)
-        self.up_proj = Column(config.hidden_size, size, megatron, world)
-        self.down_proj = Row(size, config.hidden_size, megatron, world)
+        self.world = build.world
+        self.gate_proj = build.column("gate_proj", config.hidden_size, size)
+        self.up_proj = build.column("up_proj", config.hidden_size, size)
+        self.down_proj = build.row("down_proj", size, config.hidden_size)
         self.activation = activation(config)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
@@ -50,16 +47,17 @@ class GatedMLP(nn.Module):
 class Experts(nn.Module):
     """This rank's routed experts, stored together: gate_up [E, 2f, l] (gate rows first), down [E, l, f]."""
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+    def __init__(self, config: K3Config, build: Builder):
         super().__init__()
-        local = config.moe.experts // world.groups.ep.size()
+        local = config.moe.experts // build.world.groups.ep.size()
         width, size = config.expert_width, config.moe.expert_size
-        self.gate_up = nn.Parameter(torch.empty(local, 2 * size, width, dtype=megatron.params_dtype))
-        self.down = nn.Parameter(torch.empty(local, width, size, dtype=megatron.params_dtype))
+        self.gate_up = nn.Parameter(torch.empty(local, 2 * size, width, dtype=build.megatron.params_dtype))
+        self.down = nn.Parameter(torch.empty(local, width, size, dtype=build.megatron.params_dtype))
+        self.products = build.grouped("gate_up", local, width, size)
         self.activation = activation(config)
 
     def forward(self, tokens: Tensor, counts: Tensor, probabilities: Tensor) -> Tensor:
-        return grouped_mlp(tokens, counts, self.gate_up, self.down, self.activation, probabilities)
+        return self.products(tokens, counts, self.gate_up, self.down, self.activation, probabilities)
 
 
 class LatentMoE(nn.Module):
@@ -69,21 +67,21 @@ class LatentMoE(nn.Module):
     equal tokens on several ranks would be sent and computed several times. What travels to experts and back is latents.
     """
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+    def __init__(self, config: K3Config, build: Builder):
         super().__init__()
-        self.world = world
+        self.world = build.world
         d = config.hidden_size
-        self.router = Router(config, megatron, world)
-        self.experts = Experts(config, megatron, world)
-        self.dispatch = AllToAll(megatron, config.moe.experts, world)
+        self.router = Router(config, build.megatron, self.world)
+        self.experts = Experts(config, build.at("experts"))
+        self.dispatch = AllToAll(build.megatron, config.moe.experts, self.world)
         self.latent, self.normed = config.latent, config.latent_norm
         if config.latent:
-            self.routed_expert_down_proj = Duplicated(d, config.moe.latent_size, megatron)
-            self.routed_expert_up_proj = Duplicated(config.moe.latent_size, d, megatron)
+            self.routed_expert_down_proj = build.duplicated("routed_expert_down_proj", d, config.moe.latent_size)
+            self.routed_expert_up_proj = build.duplicated("routed_expert_up_proj", config.moe.latent_size, d)
         if config.latent_norm:
-            self.routed_expert_norm = RMSNorm(config.expert_width, megatron)
-        shared = config.moe.shared_experts
-        self.shared_experts = GatedMLP(shared * config.moe.expert_size, config, megatron, world) if shared else None
+            self.routed_expert_norm = build.norm("routed_expert_norm", config.expert_width)
+        shared, place = config.moe.shared_experts, build.at("shared_experts")
+        self.shared_experts = GatedMLP(shared * config.moe.expert_size, config, place) if shared else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         own = split_tokens(x, self.world)

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from k3.builder import Builder
 from k3.config import K3Config, OutputGate
 from k3.context import Context
-from k3.linear import Column, Duplicated, Row
 from kernels.conv import last_inputs, short_conv
 from kernels.kda import kda
 from kernels.norm import gated_rms_norm, rms_norm
 from parallel.cards import DType
 from parallel.context import StateLink, from_previous
-from parallel.megatron import TransformerConfig
 from parallel.tensor import enter
-from parallel.world import World
 
 
 class ShortConv(nn.Module):
@@ -44,36 +42,36 @@ class KDA(nn.Module):
     last W-1 inputs of the convolutions, and what earlier stretches do to the recurrent state.
     """
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+    def __init__(self, config: K3Config, build: Builder):
         super().__init__()
-        self.world = world
+        self.world = build.world
         c, d = config.kda, config.hidden_size
-        self.heads = c.heads // world.groups.tp.size()
+        self.heads = c.heads // self.world.groups.tp.size()
         self.head_dim, self.gate, self.lower_bound = c.head_dim, c.gate.value, c.lower_bound
         self.eps = config.norm_eps
         p = c.heads * c.head_dim
         local = self.heads * c.head_dim
-        dtype = megatron.params_dtype
+        dtype = build.megatron.params_dtype
         fp32 = DType.FP32.resolve(dtype)
-        self.q_proj = Column(d, p, megatron, world)
-        self.k_proj = Column(d, p, megatron, world)
-        self.v_proj = Column(d, p, megatron, world)
+        self.q_proj = build.column("q_proj", d, p)
+        self.k_proj = build.column("k_proj", d, p)
+        self.v_proj = build.column("v_proj", d, p)
         self.q_conv1d = ShortConv(local, c.conv_size, dtype)
         self.k_conv1d = ShortConv(local, c.conv_size, dtype)
         self.v_conv1d = ShortConv(local, c.conv_size, dtype)
-        self.f_a_proj = Duplicated(d, c.head_dim, megatron)
-        self.f_b_proj = Column(c.head_dim, p, megatron, world)
-        self.b_proj = Column(d, c.heads, megatron, world)
+        self.f_a_proj = build.duplicated("f_a_proj", d, c.head_dim)
+        self.f_b_proj = build.column("f_b_proj", c.head_dim, p)
+        self.b_proj = build.column("b_proj", d, c.heads)
         self.A_log = nn.Parameter(torch.empty(self.heads, dtype=fp32))
         self.dt_bias = nn.Parameter(torch.empty(local, dtype=fp32))
         self.output_gate = c.output_gate
         if c.output_gate is OutputGate.full:
-            self.g_proj = Column(d, p, megatron, world)
+            self.g_proj = build.column("g_proj", d, p)
         elif c.output_gate is OutputGate.low_rank:
-            self.g_a_proj = Duplicated(d, c.head_dim, megatron)
-            self.g_b_proj = Column(c.head_dim, p, megatron, world)
+            self.g_a_proj = build.duplicated("g_a_proj", d, c.head_dim)
+            self.g_b_proj = build.column("g_b_proj", c.head_dim, p)
         self.o_norm = nn.ParameterDict({"weight": nn.Parameter(torch.empty(c.head_dim, dtype=fp32))})
-        self.o_proj = Row(p, d, megatron, world)
+        self.o_proj = build.row("o_proj", p, d)
 
     def forward(self, x_TBd: Tensor, context: Context) -> Tensor:
         x_TBd = enter(x_TBd, self.world)

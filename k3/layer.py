@@ -5,36 +5,35 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from k3.activations import ActivationConfig
+from k3.builder import Builder
 from k3.config import K3Config, Residual
 from k3.context import Context
 from k3.feed_forward import GatedMLP, LatentMoE
 from k3.kda import KDA
-from k3.linear import ConcatLinear, RMSNorm
+from k3.linear import ConcatLinear
 from k3.mla import MLA
 from k3.recompute import saving
 from k3.residual import ReadBlocks, ReadRunningSum, Rows
-from parallel.megatron import TransformerConfig
-from parallel.world import World
 
 
 class Layer(nn.Module):
     """Rows -> Rows."""
 
-    def __init__(self, index: int, config: K3Config, megatron: TransformerConfig, world: World, activations: ActivationConfig):
+    def __init__(self, index: int, config: K3Config, build: Builder, activations: ActivationConfig):
         super().__init__()
         self.activations = activations.effective()
         attnres = config.residual is Residual.attnres
         self.begins_block = attnres and index % config.residual_block == 0
-        self.attention_residual = ReadBlocks(megatron) if attnres else ReadRunningSum()
-        self.input_layernorm = RMSNorm(config.hidden_size, megatron)
-        self.attention = (MLA if config.is_mla(index) else KDA)(config, megatron, world)
-        self.feed_forward_residual = ReadBlocks(megatron) if attnres else ReadRunningSum()
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, megatron)
+        self.attention_residual = ReadBlocks(build.megatron) if attnres else ReadRunningSum()
+        self.input_layernorm = build.norm("input_layernorm", config.hidden_size)
+        self.attention = (MLA if config.is_mla(index) else KDA)(config, build.at("attention"))
+        self.feed_forward_residual = ReadBlocks(build.megatron) if attnres else ReadRunningSum()
+        self.post_attention_layernorm = build.norm("post_attention_layernorm", config.hidden_size)
         self.feed_forward: GatedMLP | LatentMoE
         if config.is_moe(index):
-            self.feed_forward = LatentMoE(config, megatron, world)
+            self.feed_forward = LatentMoE(config, build.at("feed_forward"))
         else:
-            self.feed_forward = GatedMLP(config.dense_size, config, megatron, world)
+            self.feed_forward = GatedMLP(config.dense_size, config, build.at("feed_forward"))
 
     def forward(self, rows: Rows, context: Context) -> Rows:
         return saving(self.activations.layer, self._both, context, *rows.tensors)
@@ -59,22 +58,22 @@ class MTPLayer(nn.Module):
     state and next_embedding [T, B, d] -> the layer's own state [T, B, d]; `norm` is what the shared head reads it through.
     """
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World, activations: ActivationConfig):
+    def __init__(self, config: K3Config, build: Builder, activations: ActivationConfig):
         super().__init__()
         self.activations = activations.effective()
         d = config.hidden_size
-        self.enorm = RMSNorm(d, megatron)
-        self.hnorm = RMSNorm(d, megatron)
-        self.eh_proj = ConcatLinear(d, megatron)
-        self.input_layernorm = RMSNorm(d, megatron)
-        self.attention = MLA(config, megatron, world)
-        self.post_attention_layernorm = RMSNorm(d, megatron)
+        self.enorm = build.norm("enorm", d)
+        self.hnorm = build.norm("hnorm", d)
+        self.eh_proj = ConcatLinear(d, build.megatron)
+        self.input_layernorm = build.norm("input_layernorm", d)
+        self.attention = MLA(config, build.at("attention"))
+        self.post_attention_layernorm = build.norm("post_attention_layernorm", d)
         self.feed_forward: GatedMLP | LatentMoE
         if config.moe.experts:
-            self.feed_forward = LatentMoE(config, megatron, world)
+            self.feed_forward = LatentMoE(config, build.at("feed_forward"))
         else:
-            self.feed_forward = GatedMLP(config.dense_size, config, megatron, world)
-        self.norm = RMSNorm(d, megatron)
+            self.feed_forward = GatedMLP(config.dense_size, config, build.at("feed_forward"))
+        self.norm = build.norm("norm", d)
 
     def forward(self, state: Tensor, next_embedding: Tensor, context: Context) -> Tensor:
         return saving(self.activations.layer, self._whole, context, state, next_embedding)

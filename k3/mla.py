@@ -9,15 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from k3.builder import Builder
 from k3.config import K3Config
 from k3.context import Context
-from k3.linear import Column, Duplicated, RMSNorm, Row
-from kernels.attention import attention
 from parallel.cards import DType
 from parallel.context import gather_past
-from parallel.megatron import TransformerConfig
 from parallel.tensor import enter
-from parallel.world import World
 
 
 class MLA(nn.Module):
@@ -29,29 +26,30 @@ class MLA(nn.Module):
 
     max_logits: Tensor
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World):
+    def __init__(self, config: K3Config, build: Builder):
         super().__init__()
-        self.world = world
+        self.world = build.world
         c, d = config.mla, config.hidden_size
-        self.heads = c.heads // world.groups.tp.size()
+        self.heads = c.heads // self.world.groups.tp.size()
         self.nope, self.rope, self.value = c.nope_dim, c.rope_dim, c.v_dim
         self.key = c.nope_dim + c.rope_dim
         if c.q_lora_rank is None:
-            self.q_proj = Column(d, c.heads * self.key, megatron, world)
+            self.q_proj = build.column("q_proj", d, c.heads * self.key)
         else:
-            self.q_a_proj = Duplicated(d, c.q_lora_rank, megatron)
-            self.q_a_layernorm = RMSNorm(c.q_lora_rank, megatron)
-            self.q_b_proj = Column(c.q_lora_rank, c.heads * self.key, megatron, world)
+            self.q_a_proj = build.duplicated("q_a_proj", d, c.q_lora_rank)
+            self.q_a_layernorm = build.norm("q_a_layernorm", c.q_lora_rank)
+            self.q_b_proj = build.column("q_b_proj", c.q_lora_rank, c.heads * self.key)
         self.direct_query = c.q_lora_rank is None
         # never cut over tensor ranks: the shared key would lose part of its gradient
-        self.kv_a_proj_with_mqa = Duplicated(d, c.kv_lora_rank + c.rope_dim, megatron)
-        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, megatron)
-        self.kv_b_proj = Column(c.kv_lora_rank, c.heads * (c.nope_dim + c.v_dim), megatron, world)
+        self.kv_a_proj_with_mqa = build.duplicated("kv_a_proj_with_mqa", d, c.kv_lora_rank + c.rope_dim)
+        self.kv_a_layernorm = build.norm("kv_a_layernorm", c.kv_lora_rank)
+        self.kv_b_proj = build.column("kv_b_proj", c.kv_lora_rank, c.heads * (c.nope_dim + c.v_dim))
         self.output_gate = c.output_gate
         if c.output_gate:
-            self.g_proj = Column(d, c.heads * c.v_dim, megatron, world)
-        self.o_proj = Row(c.heads * c.v_dim, d, megatron, world)
-        logits = torch.full((self.heads,), float("-inf"), dtype=DType.FP32.resolve(megatron.params_dtype))
+            self.g_proj = build.column("g_proj", d, c.heads * c.v_dim)
+        self.core_attention = build.attention("o_proj", self.heads, self.key, self.value)
+        self.o_proj = build.row("o_proj", c.heads * c.v_dim, d)
+        logits = torch.full((self.heads,), float("-inf"), dtype=DType.FP32.resolve(build.megatron.params_dtype))
         self.register_buffer("max_logits", logits, persistent=False)
 
     def forward(self, x_TBd: Tensor, context: Context) -> Tensor:
@@ -70,11 +68,10 @@ class MLA(nn.Module):
         kv = self.kv_b_proj(latent).view(past, b, self.heads, self.nope + self.value)
         key, value = kv.split([self.nope, self.value], dim=-1)
         key = torch.cat([key, shared.unsqueeze(2).expand(past, b, self.heads, self.rope)], dim=-1)
-        out_BTHV, max_logits = attention(
+        out_BTHV, max_logits = self.core_attention(
             query.view(t, b, self.heads, self.key).transpose(0, 1),
             key.transpose(0, 1),
             value.transpose(0, 1),
-            scale=self.key**-0.5,
             document_starts=context.past_starts,
         )
         if self.training and torch.is_grad_enabled():

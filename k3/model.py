@@ -7,14 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from k3.activations import ActivationConfig
+from k3.builder import Builder
 from k3.config import K3Config
 from k3.layout import row_plan
 from k3.origin import Origin
 from k3.stage import Stage
-from parallel.megatron import TransformerConfig
 from parallel.rows import RowBank
 from parallel.stages import split_layers
-from parallel.world import World
 
 
 class Model(nn.Module):
@@ -24,15 +23,14 @@ class Model(nn.Module):
     (see Stage.forward). Otherwise `parallel.run_step` runs `stages`, each in its turn; `rows` is what they share.
     """
 
-    def __init__(self, config: K3Config, megatron: TransformerConfig, world: World, activations: ActivationConfig):
+    def __init__(self, config: K3Config, build: Builder, activations: ActivationConfig):
         super().__init__()
-        self.k3, self.world = config, world
+        self.k3, self.world = config, build.world
+        world = build.world
         layers = split_layers(config.layers, world.config)
         self.rows = RowBank(row_plan(config, world.config))
         # a tuple, and so no submodule: their parts are, under the whole model's names
-        self.stages = tuple(
-            Stage(config, megatron, world, activations, number, layers[number], self.rows) for number in world.stages
-        )
+        self.stages = tuple(Stage(config, build, activations, number, layers[number], self.rows) for number in world.stages)
         first, last = self.stages[0], self.stages[-1]
         if owner := next((s for s in self.stages if hasattr(s, "embedding")), None):
             self.embedding = owner.embedding

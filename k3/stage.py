@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from k3.activations import ActivationConfig
+from k3.builder import Builder
 from k3.config import K3Config, Residual
 from k3.context import Context
 from k3.layer import Layer, MTPLayer
-from k3.linear import Column, Embedding, RMSNorm
+from k3.linear import Embedding, RMSNorm
 from k3.recompute import saving
 from k3.residual import ReadBlocks, ReadRunningSum, Rows
 from kernels import documents
@@ -25,13 +26,11 @@ from parallel.cross_entropy import cross_entropy
 from parallel.megatron import (
     MegatronModule,
     ModelType,
-    TransformerConfig,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
 from parallel.rows import RowBank
 from parallel.tensor import enter, own_tokens
-from parallel.world import World
 
 
 class Stage(MegatronModule):
@@ -43,29 +42,28 @@ class Stage(MegatronModule):
     def __init__(
         self,
         config: K3Config,
-        megatron: TransformerConfig,
-        world: World,
+        build: Builder,
         activations: ActivationConfig,
         number: int,
         layers: range,
         rows: RowBank,
     ):
-        super().__init__(config=megatron)
+        super().__init__(config=build.megatron)
         self.activations = activations
         self.model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
         self.k3 = config
-        self.world = world
+        self.world, self.grid = build.world, build.grid
         self.number, self.rows = number, rows
         self.is_first, self.is_last = number == 0, number == rows.plan.stages - 1
         self.payload: Tensor | None = None  # what the stage before sent for the micro-batch at hand
         if self.is_first or (self.is_last and config.mtp_layers):
-            self.embedding = Embedding(config.vocab_size, config.hidden_size, megatron, world)
-        self.layers = nn.ModuleDict({str(i): Layer(i, config, megatron, world, activations) for i in layers})
+            self.embedding = Embedding(config.vocab_size, config.hidden_size, build.megatron, self.world)
+        self.layers = nn.ModuleDict({str(i): Layer(i, config, build.at("layers", i), activations) for i in layers})
         if self.is_last:
-            self.output_residual = ReadBlocks(megatron) if config.residual is Residual.attnres else ReadRunningSum()
-            self.norm = RMSNorm(config.hidden_size, megatron)
-            self.head = Column(config.hidden_size, config.vocab_size, megatron, world)
-            self.mtp = nn.ModuleList(MTPLayer(config, megatron, world, activations) for _ in range(config.mtp_layers))
+            self.output_residual = ReadBlocks(build.megatron) if config.residual is Residual.attnres else ReadRunningSum()
+            self.norm = build.norm("norm", config.hidden_size)
+            self.head = build.column("head", config.hidden_size, config.vocab_size)
+            self.mtp = nn.ModuleList(MTPLayer(config, build.at("mtp", i), activations) for i in range(config.mtp_layers))
 
     def set_input_tensor(self, tensors: Sequence[Tensor | None]) -> None:
         """Called by megatron-core's schedules with what the stage before has sent; None on the first stage."""
@@ -98,7 +96,8 @@ class Stage(MegatronModule):
         self._check(tokens, labels, loss_mask)
         starts = documents.resolve(document_starts, b, t, continues=False, device=tokens.device)
         if labels is None:
-            tokens, starts = (F.pad(x, (0, -t % self._ranks)) for x in (tokens, starts))  # later tokens change nothing
+            short = -t % (self._ranks * self.grid)
+            tokens, starts = (F.pad(x, (0, short)) for x in (tokens, starts))  # later tokens change nothing
         context = self._context(starts, padding, share)
         rows = self._enter(tokens)
         for layer in self.layers.values():
@@ -173,6 +172,10 @@ class Stage(MegatronModule):
         if labels is not None and tokens.shape[1] % self._ranks:
             cp, tp = self.world.groups.cp.size(), self.world.groups.tp.size()
             raise ValueError(f"rows of {tokens.shape[1]} tokens; give a multiple of context x tensor ranks = {cp} x {tp}")
+        own = tokens.numel() // (self._ranks if self.world.sequence_parallel else self.world.groups.cp.size())
+        if labels is not None and own % self.grid:
+            b, t = tokens.shape
+            raise ValueError(f"{b} rows of {t} tokens are {own} a rank; the low precision takes multiples of {self.grid}")
         horizon = 1 + self.k3.mtp_layers
         if loss_mask is not None and tuple(loss_mask.shape) != (horizon, *tokens.shape):
             raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; give {(horizon, *tokens.shape)}, one row a target")

@@ -177,6 +177,8 @@ class Card:
     quantise: Quantise | None = None
     role: str = ""  # "attention", "router", "expert", "norm", ...: what learning-rate dials and reports select by
     init: str = "normal"  # the rule in k3/init.py that draws its first value
+    # Under precision=fp8|mxfp8 a matrix's products run in it, and a norm that such a matrix reads comes from the same library.
+    low_precision: bool = False
 
     def numel(self, *, tp: int = 1, ep: int = 1) -> int:
         """Elements on one of `tp` tensor and `ep` expert ranks."""

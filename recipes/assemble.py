@@ -12,6 +12,7 @@ import optim
 import parallel
 from k3.activations import ActivationConfig
 from k3.config import K3Config
+from k3.low_precision import LowPrecision
 from optim.config import OptimConfig
 from optim.optimizer import Optimizer
 from parallel.schedule import ParallelModel
@@ -35,6 +36,7 @@ def assemble(
     seed: int,
     steps: int,
     activations: ActivationConfig | None = None,
+    low_precision: LowPrecision | None = None,
     prepare: Callable[[k3.Model], None] = lambda model: None,
     weights: Callable[[k3.Model], None] | None = None,
 ) -> Parts:
@@ -42,7 +44,9 @@ def assemble(
 
     `prepare` may change them then: the optimizer's masters are taken from what it leaves.
     """
-    built = k3.build(model, world, dtype=dtype, seed=seed, activations=activations, draw_values=weights is None)
+    built = k3.build(
+        model, world, dtype=dtype, seed=seed, activations=activations, low_precision=low_precision, draw_values=weights is None
+    )
     if weights is not None:
         weights(built)
     prepare(built)

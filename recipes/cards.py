@@ -11,7 +11,7 @@ from recipes.compose import compose
 from recipes.config import Config
 from recipes.errors import UserError
 
-COLUMNS = ("name", "shape", "blocks", "placement", "optimizer", "decay", "dtype", "quantise", "published")  # the widest last
+COLUMNS = ("name", "shape", "blocks", "placement", "optimizer", "decay", "dtype", "fp8", "quantise", "published")  # widest last
 
 
 def run(words: Sequence[str]) -> int:
@@ -39,6 +39,7 @@ def row(card: Card) -> tuple[str, ...]:
         card.optimizer.value,
         "decay" if card.decay else "-",
         card.dtype.value,
+        ("product" if card.blocks.is_matrix else "library") if card.low_precision else "-",
         card.quantise.value if card.quantise else "-",
         " + ".join(p.name for p in card.published),
     )

@@ -109,6 +109,11 @@ VERBS = {
     "completion": Verb(
         "print what completes commands in a shell", "recipes.completion:run", usage='bash|zsh   (eval "$(k3 completion bash)")'
     ),
+    "doctor": Verb(
+        "print what is installed and which kernels will run here; `doctor wandb`: where metrics will go",
+        "recipes.doctor:run",
+        usage="[wandb]",
+    ),
     "help": Verb("print this, or the keys of a verb", "recipes.cli:_help", usage="[VERB]"),
 }
 

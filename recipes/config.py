@@ -27,8 +27,8 @@ class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"  # bf16 parameters with fp32 masters; what the cards keep in fp32 stays so
     fp64 = "fp64"  # for proofs
-    fp8 = "fp8"  # CUDA with Transformer Engine
-    mxfp8 = "mxfp8"  # CUDA of compute capability 10 with Transformer Engine
+    fp8 = "fp8"  # bf16, the cards' low-precision products in fp8 block scaling: Hopper with Transformer Engine
+    mxfp8 = "mxfp8"  # the same in MXFP8: Blackwell with Transformer Engine
 
 
 class Qat(Enum):

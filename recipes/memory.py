@@ -22,6 +22,7 @@ from parallel.stages import split_layers, stage_count
 from recipes.config import Config, Precision
 
 WIDTHS = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp64: 8}
+WIDTHS |= {Precision.fp8: 2, Precision.mxfp8: 2}  # parameters are bf16; what is saved quantised takes less than is counted
 
 
 @dataclass(frozen=True)

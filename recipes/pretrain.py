@@ -29,14 +29,17 @@ from recipes.callbacks.checkpoints import restore
 from recipes.code_version import code_version
 from recipes.config import JOBS, Config, Precision, WandbMode
 from recipes.console import console, say, show_logs
+from recipes.dashboard import wanted_mode
 from recipes.errors import UserError
 from recipes.initial import Initial, initial
 from recipes.interrupts import Interrupts
+from recipes.precision import low_precision
 from recipes.run_folder import RunFolder, cut_metrics, open_run
 from recipes.summary import sizes
 from recipes.trainer import Trainer, TrainingError
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
+DTYPES |= {Precision.fp8: torch.bfloat16, Precision.mxfp8: torch.bfloat16}  # of parameters, and of all outside quantised products
 MISTAKES = (UserError, data.DataError, CheckpointError, ConfigError, ParallelError)  # the user's: all ranks find them together
 
 
@@ -204,6 +207,7 @@ def build(
         seed=cfg.run.seed,
         steps=steps,
         activations=cfg.activations,
+        low_precision=low_precision(cfg.precision.name),
         weights=weights.weights if weights else None,
     )
     if weights:
@@ -229,7 +233,7 @@ def identify(folder: RunFolder, cfg: Config) -> str | None:
     """The id of the W&B run, which the checkpoint that is continued remembers where the folder's own file was lost; None: there
     is none.
     """
-    if cb.wanted_mode(cfg.wandb.mode) is WandbMode.disabled:
+    if wanted_mode(cfg.wandb.mode) is WandbMode.disabled:
         return None
     known = checkpoint.facts(folder.checkpoint).get("wandb") if folder.checkpoint else None
     return cb.run_id(folder.path, known)

@@ -205,7 +205,8 @@ def wandb_url(folder: Path, cfg: Config) -> str | None:
     entity = os.environ.get("WANDB_ENTITY")
     if cfg.wandb.mode in (WandbMode.disabled, WandbMode.offline) or not entity:
         return None
-    from recipes.callbacks.wandb import base_url, run_id, wanted_mode  # takes seconds
+    from recipes.callbacks.wandb import run_id  # takes seconds
+    from recipes.dashboard import base_url, wanted_mode
 
     if wanted_mode(cfg.wandb.mode) is not WandbMode.online:
         return None

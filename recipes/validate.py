@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import os
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from k3.layout import check_layout
 from optim.config import OptimizerName, RouterOptimizer, ScheduleName
 from parallel.config import ParallelConfig, ParallelError, check_sizes, data_parallel_size, world_size
 from parallel.stages import group_size
-from recipes import processes
-from recipes.config import Config, Device, Precision, Qat
+from recipes import precision, processes
+from recipes.config import Config, Device, Qat
 from recipes.errors import UserError, shown
 
 MOST_ON_CPU = 8  # processes: more only wait for each other's cores
@@ -153,15 +152,7 @@ def check_memory(cfg: Config, *, on_cpu: bool = False, width: int = 4) -> None:
 
 
 def _precision(cfg: Config, elsewhere: bool) -> Iterator[Refusal]:
-    name = cfg.precision.name
-    if name in (Precision.fp8, Precision.mxfp8):
-        if not elsewhere and not _cuda():
-            reason = "needs a CUDA device and there is none"
-        elif not elsewhere and importlib.util.find_spec("transformer_engine") is None:
-            reason = "needs Transformer Engine, which is not installed (the extra `gpu`)"
-        else:
-            reason = "is not wired into pretraining in this version"
-        yield "precision", name, f"{reason}; give precision=bf16"
+    yield from precision.refusals(cfg, elsewhere=elsewhere)
     if cfg.qat is not Qat.none:
         yield "qat", cfg.qat, "quantisation-aware training belongs to the phases after pretraining (report 4.1.4); give qat=none"
     if cfg.run.device is Device.cuda and not elsewhere and not _cuda():

@@ -17,6 +17,7 @@ from kernels.kda.linked import Link, compose
 _FLA = Backend("fla", fla.kda, fla.refuses)
 _CHUNKED = Backend("chunked", chunked.kda)
 _RECURRENT = Backend("recurrent", reference.kda)
+BACKENDS = (_FLA, _CHUNKED, _RECURRENT)
 # A few tokens, as in generation, are not worth a chunk.
 FEW_TOKENS = 3
 
@@ -68,7 +69,7 @@ def kda(
         ValueError: a shape, gate, bound or backend that does not fit; the message names it.
     """
     _check(q, k, v, z, beta_logit, A_log, dt_bias, initial_state, gate, lower_bound)
-    order = [_FLA, _RECURRENT, _CHUNKED] if q.shape[1] <= FEW_TOKENS else [_FLA, _CHUNKED, _RECURRENT]
+    order = (_FLA, _RECURRENT, _CHUNKED) if q.shape[1] <= FEW_TOKENS else BACKENDS
     path = choose("kda", order, q, k, v, only=backend)
     inputs = (q, k, v, z, beta_logit, A_log, dt_bias)
     options: dict[str, Any] = {"gate": gate, "lower_bound": lower_bound, "document_starts": document_starts}

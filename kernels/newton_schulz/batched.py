@@ -12,7 +12,7 @@ from kernels.dispatch import Backend, choose
 from kernels.newton_schulz import products
 from kernels.newton_schulz.products import Plan
 
-_BACKENDS = (
+BACKENDS = (
     Backend("syrk", products.syrk, products.syrk_refuses),
     Backend("panels", products.panels, products.panels_refuse),
     Backend("batched", products.batched),
@@ -86,7 +86,7 @@ def _iterate(blocks: Tensor, plan: Plan, dtype: torch.dtype, eps: float, only: s
     tall = blocks.shape[-2] > blocks.shape[-1]
     x = (blocks / norm.clamp_min(eps)).to(dtype)
     x = (x.mT if tall else x).contiguous()
-    x = choose("newton_schulz", _BACKENDS, x, only=only).run(x, plan)
+    x = choose("newton_schulz", BACKENDS, x, only=only).run(x, plan)
     return x.mT if tall else x
 
 

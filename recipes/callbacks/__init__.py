@@ -11,7 +11,7 @@ from recipes.callbacks.pictures import Pictures
 from recipes.callbacks.progress import ProgressBar
 from recipes.callbacks.sample import Sample
 from recipes.callbacks.summary import Summary
-from recipes.callbacks.wandb import Wandb, run_id, wanted_mode
+from recipes.callbacks.wandb import Wandb, run_id
 from recipes.trainer import Callback
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "Wandb",
     "on_first",
     "run_id",
-    "wanted_mode",
 ]
 
 

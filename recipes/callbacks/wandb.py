@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import netrc
-import os
 import secrets
 import sys
-import threading
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +12,9 @@ from recipes.callbacks.alerts import Alerts
 from recipes.callbacks.metrics import flat
 from recipes.config import WandbConfig, WandbMode
 from recipes.console import say
+from recipes.dashboard import answers, base_url, wanted_mode
 from recipes.trainer import Callback, StepResult, Trainer
 
-PATIENCE = 5.0  # seconds for the server to answer at all
 START = 20.0  # seconds for a run to be registered there
 FINISH = 60.0  # seconds for what is left at the end; the rest stays on the disk
 FLUSH = 2.0  # seconds: what a killed process loses of the offline log (15 by default, and then the whole of a short run)
@@ -135,59 +129,6 @@ class Wandb(Callback):
         if self.run is not None:
             self.run.finish(exit_code=int(self.failed))
             self.run = None
-
-
-def wanted_mode(configured: WandbMode) -> WandbMode:
-    """What `wandb.mode` means here: `auto` follows WANDB_MODE, else is online where there is a key and offline where not."""
-    if configured is not WandbMode.auto:
-        return configured
-    said = os.environ.get("WANDB_MODE")
-    if said in ("online", "offline", "disabled"):
-        return WandbMode[said]
-    return WandbMode.online if has_key() else WandbMode.offline
-
-
-def has_key() -> bool:
-    """Whether WANDB_API_KEY or the netrc file holds a key for the server; nothing is asked and nothing is sent."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urllib.parse.urlsplit(base_url()).hostname or ""
-    for file in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
-        try:
-            if file and netrc.netrc(str(Path(file).expanduser())).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
-
-
-def base_url() -> str:
-    """The server that the client would talk to, by its environment and its settings files."""
-    import wandb
-
-    return str(wandb.setup(wandb.Settings(silent=True)).settings.base_url)
-
-
-def answers(url: str, patience: float = PATIENCE) -> bool:
-    """Whether a server speaks HTTP at `url`, whatever it says, within `patience` seconds. Proxies of the environment are used.
-
-    In a thread: looking up a name has no time limit of its own.
-    """
-    heard = threading.Event()
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(url, timeout=patience).close()
-            heard.set()
-        except urllib.error.HTTPError:
-            heard.set()
-        except (OSError, ValueError):
-            pass
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(patience)
-    return heard.is_set()
 
 
 def run_id(folder: Path, known: str | None = None) -> str:

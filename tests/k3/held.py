@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from k3.activations import ActivationConfig
 from k3.backend import megatron_config
+from k3.builder import Builder
+from k3.cards import describe
 from k3.config import K3Config
 from k3.layout import row_plan
 from k3.stage import Stage
@@ -94,8 +96,9 @@ def stages_held(
     payload: Tensor | None = None
     out = []
     for number, part in enumerate(layers):
+        build = Builder(megatron, world, describe(config))
         with torch.device(world.device):
-            stage = Stage(config, megatron, world, policy or ActivationConfig(), number, part, banks[number % pp])
+            stage = Stage(config, build, policy or ActivationConfig(), number, part, banks[number % pp])
         draw = torch.Generator().manual_seed(number)
         for p in stage.parameters():
             nn.init.normal_(p, std=0.02, generator=draw)

@@ -137,7 +137,7 @@ def test_cards_prints_a_row_a_parameter_and_the_totals(capsys: pytest.CaptureFix
 
     assert cli.main(["cards", "model=tiny"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["name", "shape", "blocks", "placement", "optimizer", "decay", "dtype", "quantise", "published"]
+    assert head.split() == ["name", "shape", "blocks", "placement", "optimizer", "decay", "dtype", "fp8", "quantise", "published"]
     cards = describe(preset("tiny"))
     names = [line.split("  ")[0] for line in rows[: len(cards)]]
     assert names == list(cards)

@@ -16,8 +16,9 @@ import wandb
 
 from optim import StepReport
 from recipes.callbacks.alerts import Alerts
-from recipes.callbacks.wandb import Wandb, answers, has_key, run_id, wanted_mode
+from recipes.callbacks.wandb import Wandb, run_id
 from recipes.config import WandbConfig, WandbMode
+from recipes.dashboard import answers, has_key, wanted_mode
 from recipes.trainer import StepResult
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
