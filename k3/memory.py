@@ -149,7 +149,7 @@ def kda(c: K3Config, s: Share) -> int:
     k, rows, tokens, e, m = c.kda, s.rows, s.tokens, s.width, s.math
     heads = k.heads // s.parallel.tp
     channels = tokens * heads * k.head_dim
-    chunk = _chunk(s)
+    chunk = chunk_size(s)
     chunks = -(-s.stretch // chunk)
     padded = rows * chunks * chunk * heads * k.head_dim
     size = tokens * c.hidden_size * e
@@ -173,14 +173,14 @@ def kda_masks(c: K3Config, s: Share) -> int:
 
     Kept by the operators themselves, and so also where they are run again.
     """
-    k, chunk = c.kda, _chunk(s)
+    k, chunk = c.kda, chunk_size(s)
     chunks, edges = -(-s.stretch // chunk), k.conv_size - 1
     size = s.rows * chunks * (chunk**2 + 2 * chunk + 1) * s.math if s.documents > 1 else 0
     again = s.rows * ((edges if s.parallel.cp > 1 else 0) + (s.documents - 1) * edges)
     return size + 3 * again * (2 * INDEX + k.conv_size * (INDEX + 1))
 
 
-def _chunk(s: Share) -> int:
+def chunk_size(s: Share) -> int:
     chunk = TILE
     while chunk < min(s.stretch, CHUNK):
         chunk *= 2
