@@ -34,9 +34,7 @@ def stage(c: K3Config, s: Share, layers: Sequence[range], number: int) -> list[S
     """All of stage `number`, which has `layers[number]`. Pipeline bytes are those it sends: outputs on, gradients back."""
     out = [] if number else _embedding(c, s)
     for index in layers[number]:
-        name = f"layers.{index}"
-        out += _in(mla(c, s) if c.is_mla(index) else kda(c, s), "attention", name)
-        out += _in(latent_moe(c, s) if c.is_moe(index) else gated_mlp(c, s), "feed_forward", name)
+        out += layer(c, s, index)
     if number == len(layers) - 1:
         out += _head(c, s)
         for ahead in range(c.mtp_layers):
@@ -45,6 +43,15 @@ def stage(c: K3Config, s: Share, layers: Sequence[range], number: int) -> list[S
             out += _in(latent_moe(c, s) if c.moe.experts else gated_mlp(c, s), "feed_forward", name)
     on, back = travelling(c, s, layers, number), travelling(c, s, layers, number - 1) if number else 0
     return [*out, Sent("pipeline", on, back)] if on or back else out
+
+
+def layer(c: K3Config, s: Share, index: int) -> list[Sent]:
+    """Both halves of decoder layer `index`."""
+    name = f"layers.{index}"
+    return [
+        *_in(mla(c, s) if c.is_mla(index) else kda(c, s), "attention", name),
+        *_in(latent_moe(c, s) if c.is_moe(index) else gated_mlp(c, s), "feed_forward", name),
+    ]
 
 
 def _in(sent: Sequence[Sent], role: str, layer: str) -> list[Sent]:

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 
 from data.config import micro_batch, micro_batches
 from k3 import traffic
-from k3.cards import describe
 from k3.config import Balance, K3Config
-from k3.layout import holder
 from k3.memory import Share
 from optim.config import Distribution
 from optim.table import assigned
@@ -21,7 +19,7 @@ from parallel.cards import Card, Group, Optimizer, TensorAxis
 from parallel.config import ParallelConfig, sequence_parallel
 from parallel.stages import group_size, split_layers
 from recipes.config import Config
-from recipes.memory import WIDTHS
+from recipes.memory import WIDTHS, cards_by_stage, replicas
 
 AXES = ("tensor", "context", "expert", "pipeline", "gradients", "weights", "muon owners", "balancing")
 
@@ -64,27 +62,11 @@ def communication(cfg: Config) -> list[Exchanged]:
             exchanged.add("balancing", _counts(cfg.model, layout, layers[number], number == len(layers) - 1))
         out.append(exchanged)
     if cfg.model.mtp_layers and layout.pp > 1:  # both ends hold the embedding: its gradient is summed over them
-        (table,) = (card for card in by_stage[0] if card.name == "embedding.weight")
+        (table,) = (card for card, _ in by_stage[0] if card.name == "embedding.weight")
         part = _part(table, layout) * max(4, width)
         for end in (out[0], out[-1]):
             end.add("pipeline", part)
     return out
-
-
-def cards_by_stage(model: K3Config, layers: Sequence[range]) -> list[list[Card]]:
-    """The trained parameters of every stage."""
-    stages_of = holder(model, layers)
-    out: list[list[Card]] = [[] for _ in layers]
-    for card in describe(model).values():
-        if card.optimizer is not Optimizer.BALANCE:
-            for number in stages_of(card.name):
-                out[number].append(card)
-    return out
-
-
-def replicas(card: Card, layout: ParallelConfig) -> int:
-    dense = (layout.dp or 1) * layout.cp
-    return dense * layout.tp // layout.ep if card.placement.group is Group.EXPERT else dense
 
 
 def _part(card: Card, layout: ParallelConfig) -> int:
@@ -93,13 +75,13 @@ def _part(card: Card, layout: ParallelConfig) -> int:
     return -(-size // replicas(card, layout)) if layout.zero else size
 
 
-def _parameters(out: Exchanged, cards: Sequence[Card], cfg: Config, width: int, turns: int) -> None:
+def _parameters(out: Exchanged, cards: Sequence[tuple[Card, int]], cfg: Config, width: int, turns: int) -> None:
     layout, gradient = cfg.parallel, max(4, width)
     summed = {TensorAxis.REPLICATE_SUM} | ({TensorAxis.REPLICATE_SEQUENCE} if sequence_parallel(layout) else set())
-    for card in cards:
-        others, part = replicas(card, layout) - 1, _part(card, layout)
+    for card, times in cards:
+        others, part = replicas(card, layout) - 1, times * _part(card, layout)
         if others:
-            size = card.numel(tp=layout.tp, ep=layout.ep)
+            size = times * card.numel(tp=layout.tp, ep=layout.ep)
             reduced = part * gradient * others * turns if layout.zero else 2 * size * gradient * others // (others + 1)
             gathered = part * card.dtype.width(width) * others if layout.zero else 0
             for axis, count in (("gradients", reduced), ("weights", gathered)):

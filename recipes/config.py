@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig
@@ -19,6 +20,9 @@ from k3.config import K3Config
 from k3.presets import PRESETS, nano
 from optim.config import MuonConfig, OptimConfig, OptimizerName
 from parallel.config import ParallelConfig
+from recipes.gpus import EstimateConfig, Gpu
+
+CONF = Path(__file__).parent / "conf"
 
 
 class Precision(Enum):
@@ -121,14 +125,23 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     prove: ProveConfig = field(default_factory=ProveConfig)
+    gpu: Gpu | None = None  # whose speed and memory count
+    gpus: int | None = None  # how many there are; null: as many as the layout takes
+    search: bool = False  # list the fastest layouts for `gpus` that fit
+    estimate: EstimateConfig = field(default_factory=EstimateConfig)
 
 
 # which sections each job reads; its words may set no others
 JOBS: dict[str, tuple[str, ...]] = {
-    "pretrain": ("model", "optim", "data", "parallel", "activations", "precision", "qat", "run", "checkpoint", "wandb"),
-    "prove": ("model", "optim", "parallel", "activations", "prove"),
-    "estimate": ("model", "optim", "parallel", "activations", "precision", "data"),
-}
+    "pretrain": ("recipe", "model", "optim", "data", "parallel", "activations", "precision", "qat", "run", "checkpoint", "wandb"),
+    "prove": ("recipe", "model", "optim", "parallel", "activations", "prove"),
+    "estimate": (
+        "recipe", "model", "optim", "parallel", "activations", "precision", "data", "gpu", "gpus", "search", "estimate",
+    ),
+}  # fmt: skip
+
+# options that are files, which set values of any section: `recipe=nano`
+FILES: dict[str, tuple[str, ...]] = {"recipe": tuple(sorted(path.stem for path in (CONF / "recipe").glob("*.yaml")))}
 
 # group -> option -> its values: what `model=nano` chooses from
 GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
@@ -149,6 +162,15 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     },
     "activations": dict(ACTIVATIONS),
 }
+
+
+def options(group: str) -> tuple[str, ...]:
+    """The names that `group=NAME` takes."""
+    return FILES.get(group) or tuple(GROUPS[group])
+
+
+def is_group(key: str) -> bool:
+    return key in GROUPS or key in FILES
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
