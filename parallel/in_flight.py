@@ -18,13 +18,16 @@ def held_at_peak(config: ParallelConfig, rank: int, micro_batches: int, costs: S
     # a backward pass goes through the stages the other way round
     back = [config.vpp - 1 - chunk for chunk in order]
     warmup = min(len(order), warmup_passes(config, rank, micro_batches))
-    held, best, most = [0] * config.vpp, (0,) * config.vpp, -1
+    held, best, most, total = [0] * config.vpp, (0,) * config.vpp, -1, 0
     for step, chunk in enumerate(order):
         held[chunk] += 1
-        if (total := sum(n * cost for n, cost in zip(held, costs, strict=True))) > most:
+        total += costs[chunk]
+        if total > most:
             most, best = total, tuple(held)
         if step >= warmup:
-            held[back[step - warmup]] -= 1
+            done = back[step - warmup]
+            held[done] -= 1
+            total -= costs[done]
     return best
 
 

@@ -9,12 +9,18 @@ from itertools import product
 
 from hydra.core.override_parser.types import Override
 
+from data.config import micro_batch, micro_batches
+from k3 import memory
 from k3.activations import OPTIONS, ActivationConfig
+from k3.memory import Share
+from optim.config import Offload
+from optim.memory import state_bytes
 from parallel.config import ParallelConfig, data_parallel_size, world_size
+from parallel.in_flight import warmup_passes
 from recipes.config import Config, Precision
 from recipes.errors import UserError, shown
 from recipes.gpus import SPECS
-from recipes.memory import WIDTHS, RankMemory, account, cards_by_stage
+from recipes.memory import WIDTHS, RankMemory, account, cards_by_stage, replicas
 from recipes.speed import Clock, Known, Speed, speed
 from recipes.validate import misfits
 
@@ -79,48 +85,80 @@ def search(cfg: Config, words: Sequence[str]) -> tuple[list[Found], int]:
     policies: dict[str, ActivationConfig] = {"": cfg.activations} if fixed else {n: make() for n, make in OPTIONS.items()}
     known: Known = {}
     assert cfg.gpu is not None
-    ordered = []
-    for number, one in enumerate(_candidates(cfg)):
+    ordered, bound, compared = [], _Bound(cfg), 0
+    for one in _candidates(cfg):
+        state = bound.state(one)
         for name, policy in policies.items():
+            compared += 1
             there = replace(one, activations=policy)
-            tokens = cfg.data.batch_size * cfg.data.seq_length
-            ordered.append((Clock(there, cfg.gpu, known).quick() / tokens, number, name, there))
+            if state + bound.activations(there, name) <= bound.room:
+                ordered.append((Clock(there, cfg.gpu, known).quick(), compared, name, there))
     heapq.heapify(ordered)
-    compared, found, room = len(ordered), [], SPECS[cfg.gpu].memory * cfg.estimate.memory
+    found: list[Found] = []
     while ordered and len(found) < 2 * SHOWN:  # the closed form behind the order is not what is shown: some more than needed
         _, _, name, one = heapq.heappop(ordered)
         worst = max(account(one), key=lambda rank: rank.memory.total)
-        if worst.memory.total <= room:
+        if worst.memory.total <= bound.room:
             found.append(Found(one, name, speed(one, cfg.gpu), worst))
     return sorted(found, key=lambda f: -f.speed.tokens)[:SHOWN], compared
 
 
+class _Bound:
+    """A little less than the mean rank holds, from sums over the whole model: what does not fit by it need not be looked at."""
+
+    def __init__(self, cfg: Config):
+        assert cfg.gpu is not None
+        self.room = SPECS[cfg.gpu].memory * cfg.estimate.memory
+        self.width = WIDTHS[cfg.precision.name]
+        (self.cards,) = cards_by_stage(cfg.model, [range(cfg.model.layers)])
+        self._states: dict[tuple[object, ...], float] = {}
+        self._saved: dict[tuple[object, ...], float] = {}
+
+    def state(self, cfg: Config) -> float:
+        """Of weights, gradients and optimizer."""
+        p, width = cfg.parallel, self.width
+        key = p.tp, p.ep, (p.dp or 1) * p.cp
+        if key not in self._states:
+            total = 0.0
+            for card, times in self.cards:
+                size = card.numel(tp=p.tp, ep=p.ep)
+                part = size // replicas(card, p) if p.zero else size
+                held = size * card.dtype.width(width) + (part if p.zero == 2 else size) * max(4, width)
+                total += times * (held + (0 if cfg.optim.offload is Offload.cpu else state_bytes(card, part, cfg.optim, width)))
+            self._states[key] = total
+        return 0.98 * self._states[key] / p.pp
+
+    def activations(self, cfg: Config, policy: str) -> float:
+        """Of the micro-batches that the first rank holds in its layers."""
+        p, of = cfg.parallel, cfg.parallel.dp or 1
+        key = p.tp, p.cp, p.ep, micro_batch(cfg.data, of), policy
+        if key not in self._saved:
+            share = Share(micro_batch(cfg.data, of), cfg.data.seq_length, self.width, p)
+            parts = [part for index in range(cfg.model.layers) for part in memory.layer(cfg.model, share, index)]
+            self._saved[key] = memory.saved(parts, cfg.activations)
+        count = micro_batches(cfg.data, of)
+        passes = min(count * p.vpp, warmup_passes(p, 0, count) + 1)
+        return 0.85 * passes * self._saved[key] / (p.pp * p.vpp)
+
+
 def _candidates(cfg: Config) -> Iterator[Config]:
-    """Every layout of `gpus` that could hold the weights and gradients and that training would take."""
-    assert cfg.gpus is not None and cfg.gpu is not None
-    model, width, gpus = cfg.model, WIDTHS[cfg.precision.name], cfg.gpus
-    (cards,) = cards_by_stage(model, [range(model.layers)])
-    room = SPECS[cfg.gpu].memory * cfg.estimate.memory
+    """Every layout of `gpus` that training would take."""
+    assert cfg.gpus is not None
+    model, gpus = cfg.model, cfg.gpus
     sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
     rows = [cfg.data.micro_batch_size] if cfg.data.micro_batch_size is not None else MICRO_BATCHES
     tensor = [n for n in sizes if n <= 8]
     context = [n for n in sizes if n == 1 or cfg.data.seq_length // n >= LEAST_STRETCH]
-    expert = [n for n in range(1, gpus + 1) if model.moe.experts and model.moe.experts % n == 0] or [1]
-    for pp, tp, cp in product([n for n in sizes if n <= model.layers + 2], tensor, context):
-        if gpus % (pp * tp * cp):
+    expert = [n for n in sizes if model.moe.experts and model.moe.experts % n == 0] or [1]
+    for pp, tp, cp, ep in product([n for n in sizes if n <= model.layers], tensor, context, expert):
+        dp, rest = divmod(gpus, pp * tp * cp)
+        if rest or not dp or (tp * cp * dp) % ep:
             continue
-        dp = gpus // (pp * tp * cp)
-        for ep in expert:
-            if (tp * cp * dp) % ep:
-                continue
-            held = sum(times * card.numel(tp=tp, ep=ep) for card, times in cards) // pp
-            if held * (width + (max(4, width) if cfg.parallel.zero < 2 else 0)) > 1.2 * room:  # stages may be uneven
-                continue
-            for vpp, micro in product(VIRTUAL if pp > 1 else (1,), rows):
-                layout = replace(cfg.parallel, tp=tp, sp=tp > 1, cp=cp, dp=dp, ep=ep, pp=pp, vpp=vpp)
-                one = replace(cfg, parallel=layout, data=replace(cfg.data, micro_batch_size=micro))
-                if not any(misfits(one, layout)):
-                    yield one
+        for vpp, micro in product(VIRTUAL if pp > 1 else (1,), rows):
+            layout = replace(cfg.parallel, tp=tp, sp=tp > 1, cp=cp, dp=dp, ep=ep, pp=pp, vpp=vpp)
+            one = replace(cfg, parallel=layout, data=replace(cfg.data, micro_batch_size=micro))
+            if not any(misfits(one, layout)):
+                yield one
 
 
 def command(words: Sequence[str], found: Found) -> str:
