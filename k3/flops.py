@@ -1,6 +1,6 @@
 """Floating-point operations of a stage's forward and backward pass, from shapes alone: one function for each module of k3/.
 
-An operation is a multiplication or an addition: a product [m, k] [k, n] has 2 m k n. Counted are products of matrices and, apart, the
+An operation is a multiplication or an addition: a product [m, k] [k, n] has 2 m k n. Counted are products of matrices and the
 mixing of Attention Residuals; norms, activations, convolutions (8 a channel) and softmaxes are not. How each is counted:
     linear maps   2 in out a token forward, twice that backward
     attention     pairs of query and earlier-or-equal key alone (the causal half), documents not subtracted; backward with the
@@ -47,7 +47,7 @@ class Work:
 
 
 def stage(c: K3Config, s: Share, layers: Sequence[range], number: int, *, block: int = 1) -> list[Work]:
-    """The work of stage `number`, which has `layers[number]`. block: queries that read the same keys, as kernels/attention's 64."""
+    """The work of stage `number`, which has `layers[number]`. block: queries that read the same keys (kernels/attention: 64)."""
     work: list[Work] = []
     for index in layers[number]:
         work += layer(c, s, index, block)
@@ -176,7 +176,7 @@ def _mtp(c: K3Config, s: Share, name: str, block: int) -> list[Work]:
 
 
 def again(work: Sequence[Work], policy: ActivationConfig) -> list[Work]:
-    """What the backward pass computes once more under an activation policy: an upper bound, as it stops at the last saved tensor."""
+    """What the backward pass computes once more under a policy: an upper bound, as it stops at the last saved tensor."""
     policy = policy.effective()
     roles = {role for role in ("attention", "feed_forward", "head") if getattr(policy, role) is Save.recompute}
     whole = {"attention", "feed_forward", "mtp"} if policy.layer is Save.recompute else set()
@@ -184,7 +184,7 @@ def again(work: Sequence[Work], policy: ActivationConfig) -> list[Work]:
 
 
 def per_token(c: K3Config, length: int) -> dict[str, float]:
-    """kind -> useful operations a token, forward and backward, in whole sequences of `length` tokens; "mtp" is that of MTP layers."""
+    """kind -> useful operations a token, forward and backward, in sequences of `length` tokens; "mtp": all of MTP layers."""
     s = Share(1, length, 2, ParallelConfig(), documents=1)
     out: dict[str, float] = {}
     for w in stage(c, s, [range(c.layers)], 0):

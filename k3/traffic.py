@@ -1,7 +1,7 @@
 """Bytes that one rank hands to others in a stage's passes, from shapes alone: one function for each module of k3/.
 
-The convention is that of parallel/traffic.py, which counts real collectives: an all-gather of b bytes a rank over n ranks sends
-b (n - 1), a reduce-scatter to b likewise, an all-reduce 2 b (n - 1) / n. Routing is taken as balanced. What only the first or last
+The convention is that of parallel/traffic.py, which counts real collectives: an all-gather of b bytes a rank over n ranks is b
+(n - 1), a reduce-scatter to b likewise, an all-reduce 2 b (n - 1) / n. Routing is taken as balanced. What only the first or last
 rank of a group does not send is spread over the group. tests/recipes/test_communication.py compares with real steps.
 
 Legend: N tokens of a context rank, n of those between parallel layers, r those a tensor rank routes (`k3.memory.Share`).

@@ -1,7 +1,7 @@
 """A step of a pipeline, played through pass by pass: how long it takes, and how long each rank waits. Plain arithmetic.
 
-The order of passes is that of megatron-core's schedules (`parallel/in_flight.py`): 1F1B, or interleaved with virtual stages. Stages
-may take different times, as uneven ones and the head do.
+The order of passes is that of megatron-core's schedules (`parallel/in_flight.py`): 1F1B, or interleaved with virtual stages.
+Stages may take different times, as uneven ones and the head do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Played:
     @property
     def bubble(self) -> float:
         """The share of the step in which the average rank waits."""
-        return 1 - sum(self.busy) / (self.time * len(self.busy))
+        return max(0.0, 1 - sum(self.busy) / (self.time * len(self.busy)))  # not a rounding below none
 
 
 def play(

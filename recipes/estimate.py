@@ -1,4 +1,4 @@
-"""`k3 estimate model=... parallel.pp=...`: what a layout takes of memory, operations, network and time; with search=true, which to take."""
+"""`k3 estimate ...`: what a layout takes of memory, operations, network and time; with search=true, which layout to take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ COLUMNS = (
     "run again", "rows", "loss", "balancing", "buffers", "total", "in CPU memory",
 )  # fmt: skip
 
-MEMORY = ("memory of one rank; activations as the CPU kernels here save them; without temporaries of kernels and the optimizer's step",)
+MEMORY = (
+    "memory of one rank; activations as the CPU kernels here save them; without temporaries of kernels and the optimizer's step",
+)
 
 
 def run(words: Sequence[str]) -> int:

@@ -117,7 +117,7 @@ def found(cfg: Config, words: Sequence[str], best: Sequence[Found], compared: in
     """The table of a search, and the command of its first row."""
     assert cfg.gpu is not None
     if not best:
-        yield f"none of {compared:,} layouts fits {cfg.gpus} {cfg.gpu.name}; give more gpus, a shorter data.seq_length or optim=adamw"
+        yield f"none of {compared:,} layouts fits {cfg.gpus} {cfg.gpu.name}; give more, or a shorter data.seq_length"
         return
     yield f"the fastest that fit, of {compared:,} layouts and activation policies on {cfg.gpus} {cfg.gpu.name}, by the estimate:"
     columns = ("tp", "cp", "dp", "ep", "pp", "vpp")

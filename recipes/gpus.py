@@ -1,7 +1,7 @@
 """What the GPUs that `k3 estimate gpu=NAME` knows can do, from their makers' data sheets (dense figures, without sparsity).
 
-Sources: NVIDIA A100 80GB SXM, H100 SXM, H200 SXM, DGX A100, DGX H100, DGX B200 and GB200 NVL72 data sheets; AMD Instinct MI300X data
-sheet. Bandwidths are those of one direction of one GPU; networks those of the makers' reference systems, a port a GPU.
+Sources: NVIDIA A100 80GB SXM, H100 SXM, H200 SXM, DGX A100, DGX H100, DGX B200 and GB200 NVL72 data sheets; AMD Instinct MI300X.
+Bandwidths are those of one direction of one GPU; networks those of the makers' reference systems, a port a GPU.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _rows(owner: Any, prefix: str) -> list[str]:
 
 def _row(key: str, kind: Any, value: Any, comment: str) -> str:
     left = f"  {key}={_value(value)}"
-    return f"{left:<38}{_type(kind):<34}{comment}".rstrip()
+    return f"{left:<38}{_type(kind) + ' ':<34}{comment}".rstrip()
 
 
 def _value(value: Any) -> str:

@@ -25,7 +25,9 @@ def judge(word: str) -> Override:
     exists = key in known or is_group(key)
     sign = SIGNS.get(word[:1])
     if sign:
-        raise UserError(f"{word}: {sign}" + (f"; give {key}=value to set it" if exists else suggestion(key, [*known, *GROUPS, *FILES])))
+        raise UserError(
+            f"{word}: {sign}" + (f"; give {key}=value to set it" if exists else suggestion(key, [*known, *GROUPS, *FILES]))
+        )
     if not exists:
         _refuse_unknown(word, key, known)
     if "=" not in word:

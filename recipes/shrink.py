@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
 from math import gcd
+from typing import Any
 
 from k3.activations import ActivationConfig
 from k3.config import K3Config
@@ -19,7 +20,7 @@ MOST = 8  # processes of a proof
 
 
 def shrunk(recipe: str) -> list[str]:
-    """The words of `k3 prove` for a recipe: each axis that it uses at two ranks, as far as eight allow, the model at tiny's sizes."""
+    """The words of `k3 prove` for a recipe: each axis it uses at two ranks, as far as eight allow, the model at tiny's sizes."""
     from recipes.compose import compose
 
     cfg = compose([f"recipe={recipe}"], job="estimate")
@@ -34,7 +35,8 @@ def shrunk(recipe: str) -> list[str]:
 
 def _layout(p: ParallelConfig) -> ParallelConfig:
     """Pipelines first, then context, tensor and data ranks, while there are processes left; experts over all of them."""
-    left, sizes = MOST, {}
+    left = MOST
+    sizes: dict[str, Any] = {}
     for axis, size in (("pp", p.pp), ("cp", p.cp), ("tp", p.tp), ("dp", p.dp or 1)):
         sizes[axis] = 2 if size > 1 and left >= 2 else 1
         left //= sizes[axis]
@@ -53,7 +55,8 @@ def _model(c: K3Config, layout: ParallelConfig) -> K3Config:
     layers = max(small.layers if stage_count(layout) > 1 else 5, 2 * stage_count(layout) + 1)
     return replace(
         c, vocab_size=small.vocab_size, hidden_size=small.hidden_size, layers=layers, dense_layers=min(c.dense_layers, 1),
-        dense_size=small.dense_size, residual_block=small.residual_block, init_std=small.init_std, mtp_layers=min(c.mtp_layers, 1),
+        dense_size=small.dense_size, residual_block=small.residual_block, init_std=small.init_std,
+        mtp_layers=min(c.mtp_layers, 1),
         kda=replace(c.kda, heads=small.kda.heads, head_dim=small.kda.head_dim),
         mla=replace(
             small.mla, q_lora_rank=None if c.mla.q_lora_rank is None else small.mla.q_lora_rank, output_gate=c.mla.output_gate

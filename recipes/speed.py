@@ -1,8 +1,8 @@
 """Seconds of a step on a named GPU: a roofline of each stage's passes, the simulated pipeline, and what the update takes.
 
-A pass of a stage is the sum of its products, each at the peak times the assumed efficiency of its kind (experts at least the time to
-read their weights), of its elementwise work, as memory traffic in proportion to what the stage would save, and of the collectives
-inside it. Assumptions are the keys of `recipes.gpus.EstimateConfig`; nothing here is measured.
+A pass of a stage is the sum of its products, each at the peak times the assumed efficiency of its kind (experts: at least the
+time to read their weights), of its elementwise work, as memory traffic in proportion to what the stage would save, and of the
+collectives inside it. Assumptions are the keys of `recipes.gpus.EstimateConfig`; nothing here is measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def peak(gpu: GpuSpec, precision: Precision) -> float:
 
 
 class Fabric:
-    """How fast the groups of a layout's axes talk: ranks lie tensor first, then context, data, pipeline, as megatron-core's do."""
+    """How fast the groups of a layout's axes talk: ranks lie tensor first, then context, data and pipeline."""
 
     def __init__(self, layout: ParallelConfig, gpu: GpuSpec, assumed: EstimateConfig):
         self.gpu, self.assumed = gpu, assumed

@@ -16,7 +16,7 @@ from tests.recipes.memory_ranks import batches
 
 
 def step(cfg: Config) -> dict[str, dict[str, int]]:
-    """Bytes of all ranks together, by axis and collective: of the passes under the axis' name, of the update under `update AXIS`."""
+    """Bytes of all ranks together, by axis and collective; those of the update under `update AXIS`."""
     world = parallel.start(cfg.parallel)
     parts = assemble(cfg.model, cfg.optim, world, dtype=torch.float32, seed=0, steps=10, activations=cfg.activations)
     rows = cfg.data.micro_batch_size or 1
