@@ -19,7 +19,7 @@ from parallel.config import ParallelConfig, data_parallel_size, world_size
 from parallel.in_flight import warmup_passes
 from recipes.config import Config, Precision
 from recipes.errors import UserError, shown
-from recipes.gpus import SPECS
+from recipes.gpus import SPECS, EstimateConfig
 from recipes.memory import WIDTHS, RankMemory, account, cards_by_stage, replicas
 from recipes.speed import Clock, Known, Speed, speed
 from recipes.validate import misfits
@@ -50,7 +50,9 @@ def settle(cfg: Config, words: Sequence[Override]) -> None:
             raise UserError(f"estimate.{name}={value}: {limit}")
     if cfg.gpus is not None and cfg.gpus < 1:
         raise UserError(f"gpus={cfg.gpus}: must be at least 1")
-    if cfg.gpu is None and (idle := next((key for key in typed if key.startswith("estimate.")), None)):
+    usual = EstimateConfig()
+    changed = [f"estimate.{name}" for name, value in vars(cfg.estimate).items() if value != getattr(usual, name)]
+    if cfg.gpu is None and (idle := next((key for key in changed), None)):
         raise UserError(f"{idle}: is read for a GPU alone; give gpu=NAME, one of {', '.join(g.name for g in SPECS)}")
     if cfg.gpu is not None and cfg.precision.name is Precision.fp64:
         raise UserError(f"gpu={cfg.gpu.name}: is timed in bf16 and fp32; give precision=bf16, or leave gpu out")

@@ -110,7 +110,7 @@ def test_what_is_offloaded_has_a_column_of_its_own(capsys: pytest.CaptureFixture
     assert cli.main(["estimate", *SMALL]) == 0
     assert "CPU memory" not in capsys.readouterr().out
     assert cli.main(["estimate", *SMALL, "optim.offload=cpu"]) == 0
-    heading, row = (line for line in capsys.readouterr().out.splitlines() if "CPU memory" in line or "embedding" in line)
+    heading, row = (line for line in capsys.readouterr().out.splitlines() if "in CPU memory" in line or "embedding, " in line)
     assert heading.split("  ")[-1].strip() == "in CPU memory" and row.rstrip().endswith("MiB")
 
 
