@@ -149,7 +149,7 @@ def kda(c: K3Config, s: Share) -> int:
     k, rows, tokens, e, m = c.kda, s.rows, s.tokens, s.width, s.math
     heads = k.heads // s.parallel.tp
     channels = tokens * heads * k.head_dim
-    chunk = _chunk(s)
+    chunk = chunk_size(s)
     chunks = -(-s.stretch // chunk)
     padded = rows * chunks * chunk * heads * k.head_dim
     size = tokens * c.hidden_size * e
@@ -173,14 +173,14 @@ def kda_masks(c: K3Config, s: Share) -> int:
 
     Kept by the operators themselves, and so also where they are run again.
     """
-    k, chunk = c.kda, _chunk(s)
+    k, chunk = c.kda, chunk_size(s)
     chunks, edges = -(-s.stretch // chunk), k.conv_size - 1
     size = s.rows * chunks * (chunk**2 + 2 * chunk + 1) * s.math if s.documents > 1 else 0
     again = s.rows * ((edges if s.parallel.cp > 1 else 0) + (s.documents - 1) * edges)
     return size + 3 * again * (2 * INDEX + k.conv_size * (INDEX + 1))
 
 
-def _chunk(s: Share) -> int:
+def chunk_size(s: Share) -> int:
     chunk = TILE
     while chunk < min(s.stretch, CHUNK):
         chunk *= 2
@@ -278,13 +278,34 @@ def payloads(c: K3Config, s: Share, layers: Sequence[range], number: int) -> int
     return 2 * count * s.between * c.hidden_size * s.width
 
 
-def standing(c: K3Config, s: Share, layers: range, *, last: bool) -> int:
-    """Bytes of a stage's buffers, there once: router counts, and what each dispatcher holds of its last micro-batch."""
-    moe = sum(c.is_moe(i) for i in layers) + (c.mtp_layers if last and c.moe.experts else 0)
-    attention = sum(c.is_mla(i) for i in layers) + (c.mtp_layers if last else 0)
-    k, m = c.moe, s.math
-    counts = k.experts * (m + 2 * INDEX + (4 * k.bins if k.balance is Balance.quantile else 0))
+def rerun(parts: Sequence[Part], policy: ActivationConfig | None = None) -> int:
+    """Bytes that the largest recomputed unit saves for a moment while its backward pass runs, beside what is kept for it."""
+    policy = (policy or ActivationConfig()).effective()
+    again = {role for role in ("attention", "feed_forward", "head") if getattr(policy, role) is Save.recompute}
+    units: dict[str, int] = {}
+    for number, part in enumerate(parts):
+        whole = part.layer and part.role != "head" and policy.layer is Save.recompute
+        if whole or part.role in again:
+            unit = part.layer if whole else str(number)
+            units[unit] = units.get(unit, 0) + max(0, part.keep - part.recompute)
+    return max(units.values(), default=0)
+
+
+def balancing(c: K3Config, s: Share, layers: range, *, last: bool) -> int:
+    """Bytes of the counts that even out the experts' loads, there once: of a stage's routers."""
+    k = c.moe
+    counts = k.experts * (s.math + 2 * INDEX + (4 * k.bins if k.balance is Balance.quantile else 0))
     if k.balance is Balance.quantile and k.ema:
-        counts += k.experts * m + INDEX
-    held = s.routed * k.experts * (m + 1)  # weights and membership of every expert
-    return moe * (counts + held) + attention * c.mla.heads // s.parallel.tp * m
+        counts += k.experts * s.math + INDEX
+    return _routers(c, layers, last=last) * counts
+
+
+def standing(c: K3Config, s: Share, layers: range, *, last: bool) -> int:
+    """Bytes of a stage's other buffers, there once: what each dispatcher holds of its last micro-batch, largest logits."""
+    attention = sum(c.is_mla(i) for i in layers) + (c.mtp_layers if last else 0)
+    held = s.routed * c.moe.experts * (s.math + 1)  # weights and membership of every expert
+    return _routers(c, layers, last=last) * held + attention * c.mla.heads // s.parallel.tp * s.math
+
+
+def _routers(c: K3Config, layers: range, *, last: bool) -> int:
+    return sum(c.is_moe(i) for i in layers) + (c.mtp_layers if last and c.moe.experts else 0)

@@ -26,8 +26,9 @@ from optim.config import MuonConfig, MuonPrecision
 from optim.exchange import Matrix, Pending, Route
 from optim.home import Home
 from optim.matrices import Run, runs_of
-from optim.owners import flops, measured, plan
+from optim.owners import measured, plan
 from optim.table import Row
+from optim.work import flops
 from parallel.shards import Shards
 
 

@@ -23,12 +23,6 @@ BALANCED = 1.05  # max/mean of the ranks' FLOPs below which no matrix is moved f
 Flops = Callable[[str, Run], int]  # of orthogonalising one matrix of the parameter's run
 
 
-def flops(rows: int, cols: int) -> int:
-    """Of one Newton-Schulz step: X X^T, its square, and the product with X, on the shorter side."""
-    short, long = min(rows, cols), max(rows, cols)
-    return 4 * short * short * long + 2 * short**3
-
-
 @dataclass
 class Plan:
     """What this rank does with the matrices of all its groups."""

@@ -14,17 +14,20 @@ def held_at_peak(config: ParallelConfig, rank: int, micro_batches: int, costs: S
     Held means: forward done, backward not. 1F1B holds min(M, pp - rank) of its one stage. With virtual stages the forward passes
     before the first backward one are those of megatron-core's get_pp_rank_microbatches, and then one follows each.
     """
-    order = _forward_order(config, micro_batches)
+    order = [chunk for chunk, _ in forward_order(config, micro_batches)]
     # a backward pass goes through the stages the other way round
     back = [config.vpp - 1 - chunk for chunk in order]
     warmup = min(len(order), warmup_passes(config, rank, micro_batches))
-    held, best, most = [0] * config.vpp, (0,) * config.vpp, -1
+    held, best, most, total = [0] * config.vpp, (0,) * config.vpp, -1, 0
     for step, chunk in enumerate(order):
         held[chunk] += 1
-        if (total := sum(n * cost for n, cost in zip(held, costs, strict=True))) > most:
+        total += costs[chunk]
+        if total > most:
             most, best = total, tuple(held)
         if step >= warmup:
-            held[back[step - warmup]] -= 1
+            done = back[step - warmup]
+            held[done] -= 1
+            total -= costs[done]
     return best
 
 
@@ -36,14 +39,14 @@ def warmup_passes(config: ParallelConfig, rank: int, micro_batches: int) -> int:
     return 2 * after + (config.vpp - 1) * group_size(config, micro_batches)
 
 
-def _forward_order(config: ParallelConfig, micro_batches: int) -> list[int]:
-    """Which of the rank's stages each forward pass belongs to: a group of micro-batches goes through one after another."""
+def forward_order(config: ParallelConfig, micro_batches: int) -> list[tuple[int, int]]:
+    """(which of the rank's stages, which micro-batch) of each forward pass: a group goes through one stage after another."""
     if config.vpp == 1:
-        return [0] * micro_batches
+        return [(0, number) for number in range(micro_batches)]
     group = group_size(config, micro_batches)
     return [
-        chunk
+        (chunk, number)
         for first in range(0, micro_batches, group)
         for chunk in range(config.vpp)
-        for _ in range(min(group, micro_batches - first))
+        for number in range(first, min(first + group, micro_batches))
     ]

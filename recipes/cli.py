@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes import processes
+from recipes.config import JOBS
 from recipes.errors import UserError, suggestion
 
 USAGE = "usage: k3 VERB [key=value ...]"
@@ -79,12 +80,12 @@ VERBS = {
     "prove": Verb(
         "show that a parallel layout computes what one process computes",
         "recipes.prove:run",
-        sections=("model", "optim", "parallel", "activations", "prove"),
+        sections=JOBS["prove"],
     ),
     "estimate": Verb(
-        "print what a layout takes: the memory of each pipeline stage and rank",
+        "print what a layout takes: parameters, FLOPs, memory of each pipeline rank, bytes sent, tokens/s; or search for one",
         "recipes.estimate:run",
-        sections=("model", "optim", "parallel", "activations", "precision", "data"),
+        sections=JOBS["estimate"],
     ),
     "cards": Verb("print the parameters: shape, blocks, placement, optimizer", "recipes.cards:run", sections=("model",)),
     "inspect": Verb(

@@ -26,7 +26,7 @@ from k3.config import K3Config
 from parallel.config import data_parallel_size
 from recipes import processes
 from recipes.coming import Coming
-from recipes.config import CONF, GROUPS, JOBS, SUBMITTING, Config, leaves
+from recipes.config import CONF, GROUPS, JOBS, SUBMITTING, Config, is_group, leaves
 from recipes.errors import UserError, first_line, suggestion
 from recipes.overrides import explain, judge
 from recipes.placement import place
@@ -45,11 +45,15 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain", *, after: K3Co
     With `run.resume` the folder's own configuration is the base, and the overrides change it. after: the model that will be in
     `run.init` by the time of the run; None: it is there now. Raises UserError.
     """
-    words = [judge(word) for word in overrides]
+    words, base = [judge(word) for word in overrides], []
     for word in words:
         if (section := word.key_or_group.split(".", 1)[0]) not in JOBS[job]:
             raise UserError(f"{word.input_line}: k3 {job} does not read {section}; it reads {', '.join(JOBS[job])}")
-    cfg = _from_hydra(job, [o.input_line for o in words if o.input_line])
+    if job == "prove" and (recipe := next((w for w in reversed(words) if w.key_or_group == "recipe"), None)):
+        from recipes.shrink import shrunk  # which composes recipes
+
+        base, words = shrunk(str(recipe.value())), [w for w in words if w.key_or_group != "recipe"]
+    cfg = _from_hydra(job, [*base, *(o.input_line for o in words if o.input_line)])
     folder = _resume_folder(cfg)
     if folder is not None:
         cfg = _continue(load_resolved(folder / CONFIG_FILE), cfg, words, folder)
@@ -61,18 +65,22 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain", *, after: K3Co
     if job in ("pretrain", "submit"):
         check_training(cfg)
     if job == "estimate":
-        check_fit(cfg)
+        from recipes.search import settle
+
+        settle(cfg, words)
+        if not cfg.search:
+            check_fit(cfg)
     if folder is None:
-        _refuse_idle(cfg, words, job)
+        _refuse_idle(cfg, words, job, base)
     _fill(cfg, job)
     return cfg
 
 
-def _refuse_idle(cfg: Config, words: Sequence[Override], job: str) -> None:
-    """UserError for typed values that differ from their defaults and that nothing would read."""
-    groups = [w.input_line for w in words if w.key_or_group in GROUPS and w.input_line]
-    default = _from_hydra(job, groups)
-    typed = [key for w in words if (key := w.key_or_group) not in GROUPS and key.split(".")[0] not in SUBMITTING]
+def _refuse_idle(cfg: Config, words: Sequence[Override], job: str, base: Sequence[str]) -> None:
+    """UserError for typed values that differ from their defaults, or from the recipe's, and that nothing would read."""
+    groups = [w.input_line for w in words if is_group(w.key_or_group) and w.input_line]
+    default = _from_hydra(job, [*base, *groups])
+    typed = [key for w in words if not is_group(key := w.key_or_group) and key.split(".")[0] not in SUBMITTING]
     changed = [key for key in typed if get(cfg, key) != get(default, key)]
     if lines := without_effect(cfg, changed, job):
         raise UserError("\n".join(lines))
@@ -176,6 +184,8 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
     for word in words:
         if word.key_or_group.split(".")[0] in SUBMITTING:
             continue
+        if word.key_or_group == "recipe":
+            raise UserError(f"{word.input_line}: a run continues with its own configuration, that of {folder}; leave it out")
         for key in _set_by(word.key_or_group):
             _set(base, key, get(typed, key))
     typed_sp = any(word.key_or_group == "parallel.sp" for word in words)
@@ -189,7 +199,7 @@ def _begin(cfg: Config, words: Sequence[Override], after: K3Config | None) -> No
     """The model is that of `run.init`; what was typed of it must agree, but for how it is trained."""
     assert cfg.run.init is not None
     opened = _initial(Path(cfg.run.init)) if after is None else Coming(Path(cfg.run.init), after)
-    if not any(word.key_or_group == "model" for word in words):
+    if not any(word.key_or_group in ("model", "recipe") for word in words):
         value = dict(leaves(cfg))
         cfg.model = opened.model
         for word in words:

@@ -20,7 +20,10 @@ from k3.config import K3Config
 from k3.presets import PRESETS, nano
 from optim.config import MuonConfig, OptimConfig, OptimizerName
 from parallel.config import ParallelConfig
+from recipes.gpus import EstimateConfig, Gpu
 from slurm.config import ClusterConfig
+
+CONF = Path(__file__).parent / "conf"
 
 
 class Precision(Enum):
@@ -137,19 +140,26 @@ class Config:
     chain: list[str] = field(default_factory=lambda: ["pretrain"])  # phases, each of which begins with the last one's weights
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     submit: SubmitConfig = field(default_factory=SubmitConfig)
+    gpu: Gpu | None = None  # whose speed and memory count
+    gpus: int | None = None  # how many there are; null: as many as the layout takes
+    search: bool = False  # list the fastest layouts for `gpus` that fit
+    estimate: EstimateConfig = field(default_factory=EstimateConfig)
 
 
 TRAINING = ("model", "optim", "data", "parallel", "activations", "precision", "qat", "run", "checkpoint", "wandb")
 SUBMITTING = ("nodes", "chain", "cluster", "submit")
 # which sections each job reads; its words may set no others
 JOBS: dict[str, tuple[str, ...]] = {
-    "pretrain": TRAINING,
-    "submit": (*TRAINING, *SUBMITTING),
-    "prove": ("model", "optim", "parallel", "activations", "prove"),
-    "estimate": ("model", "optim", "parallel", "activations", "precision", "data"),
-}
+    "pretrain": ("recipe", *TRAINING),
+    "submit": ("recipe", *TRAINING, *SUBMITTING),
+    "prove": ("recipe", "model", "optim", "parallel", "activations", "prove"),
+    "estimate": (
+        "recipe", "model", "optim", "parallel", "activations", "precision", "data", "gpu", "gpus", "search", "estimate",
+    ),
+}  # fmt: skip
 
-CONF = Path(__file__).parent / "conf"
+# options that are files, which set values of any section: `recipe=nano`
+FILES: dict[str, tuple[str, ...]] = {"recipe": tuple(sorted(path.stem for path in (CONF / "recipe").glob("*.yaml")))}
 
 
 def cluster_of(file: Path) -> ClusterConfig:
@@ -181,6 +191,15 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     # Hydra reads these files itself: a site's own goes beside them
     "cluster": {file.stem: partial(cluster_of, file) for file in sorted((CONF / "cluster").glob("*.yaml"))},
 }
+
+
+def options(group: str) -> tuple[str, ...]:
+    """The names that `group=NAME` takes."""
+    return FILES.get(group) or tuple(GROUPS[group])
+
+
+def is_group(key: str) -> bool:
+    return key in GROUPS or key in FILES
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

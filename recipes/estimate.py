@@ -1,4 +1,4 @@
-"""`k3 estimate model=... parallel.pp=...`: the memory of each pipeline stage and rank, so that uneven layouts can be chosen."""
+"""`k3 estimate ...`: what a layout takes of memory, operations, network and time; with search=true, which layout to take."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ from collections.abc import Sequence
 from statistics import mean
 
 from k3.config import K3Config
+from recipes import estimate_lines as lines
 from recipes.cards import aligned
+from recipes.communication import communication
 from recipes.compose import compose
 from recipes.config import Config
 from recipes.console import say
 from recipes.errors import UserError
 from recipes.memory import Memory, RankMemory, StageMemory, account
+from recipes.search import search
+from recipes.speed import speed
 
 DATA_KEYS = ("data.seq_length", "data.micro_batch_size", "data.batch_size")
 COLUMNS = (
     "stage", "rank", "holds", "parameters", "weights", "gradients", "optimizer", "a micro-batch", "in flight", "activations",
-    "rows", "loss", "buffers", "total", "in CPU memory",
+    "run again", "rows", "loss", "balancing", "buffers", "total", "in CPU memory",
 )  # fmt: skip
+
+MEMORY = (
+    "memory of one rank; activations as the CPU kernels here save them; without temporaries of kernels and the optimizer's step",
+)
 
 
 def run(words: Sequence[str]) -> int:
-    """Prints a row a stage, a row a pipeline rank, and which rank takes most. Starts no process, builds no model.
+    """Prints totals, a row a stage, a row a pipeline rank, and which rank takes most. Starts no process, builds no model.
 
     Raises UserError for a configuration that training would refuse, whatever this machine's size.
     """
@@ -30,8 +38,16 @@ def run(words: Sequence[str]) -> int:
         if key.split(".", 1)[0] == "data" and key not in DATA_KEYS:
             raise UserError(f"{word}: changes no memory; of data, k3 estimate reads {', '.join(DATA_KEYS)}")
     cfg = compose(words, job="estimate")
-    ranks = account(cfg)
-    for line in (*heading(cfg), *table(cfg, ranks), "", *verdict(ranks)):
+    if cfg.search:
+        best, compared = search(cfg, words)
+        for line in lines.found(cfg, words, best, compared):
+            say(line)
+        return 0 if best else 1
+    ranks, exchanged = account(cfg), communication(cfg)
+    timed = [] if cfg.gpu is None else [*lines.speed(cfg, speed(cfg, cfg.gpu, exchanged)), ""]
+    totals = [*lines.model(cfg), *lines.pipeline(cfg), *lines.traffic(exchanged), "", *timed]
+    end = [] if cfg.gpu is None else [lines.fit(cfg, ranks)]
+    for line in (*heading(cfg), *totals, *MEMORY, *table(cfg, ranks), "", *end, *verdict(ranks)):
         say(line)
     return 0
 
@@ -45,7 +61,6 @@ def heading(cfg: Config) -> list[str]:
     zero = f"ZeRO-{p.zero}" if p.zero else "no ZeRO"
     return [
         f"{axes}; {zero}; precision {cfg.precision.name.value}; a step of a data rank: {batch}",
-        "of one rank; activations as the CPU kernels here save them; without temporaries of kernels and of the optimizer's step",
         "",
     ]
 
@@ -61,8 +76,8 @@ def table(cfg: Config, ranks: Sequence[RankMemory]) -> list[str]:
     for r in ranks:
         numbers = "stages " if len(r.stages) > 1 else "stage "
         rows.append(("", str(r.rank), numbers + ", ".join(str(s.number) for s in r.stages), *_cells(r.memory)))
-    lines = aligned([row[:columns] for row in rows])
-    return [*lines[: len(stages) + 1], "", *lines[len(stages) + 1 :]]
+    rows_shown = aligned([row[:columns] for row in rows])
+    return [*rows_shown[: len(stages) + 1], "", *rows_shown[len(stages) + 1 :]]
 
 
 def holds(model: K3Config, stage: StageMemory, last: int) -> str:
@@ -100,5 +115,5 @@ def _cells(m: Memory, per_micro_batch: int | None = None, in_flight: int | None 
         *(size(x) for x in (m.weights, m.gradients, m.optimizer)),
         "" if per_micro_batch is None else size(per_micro_batch),
         "" if in_flight is None else str(in_flight),
-        *(size(x) for x in (m.activations, m.rows, m.loss, m.buffers, m.total, m.offloaded)),
+        *(size(x) for x in (m.activations, m.again, m.rows, m.loss, m.balancing, m.buffers, m.total, m.offloaded)),
     )

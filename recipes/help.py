@@ -12,7 +12,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any
 
-from recipes.config import GROUPS, JOBS, Config
+from recipes.config import JOBS, Config, is_group, options
 from recipes.errors import shown
 
 
@@ -20,10 +20,12 @@ def keys(sections: Iterable[str] | None = None, root: Config | None = None) -> s
     """The table of groups and keys of some of the root's fields; None: those of training. Defaults are those of `root`."""
     wanted = list(sections if sections is not None else JOBS["pretrain"])
     lines = ["groups (GROUP=OPTION):"]
-    lines += [f"  {group}={'|'.join(options)}" for group, options in GROUPS.items() if group in wanted]
+    lines += [f"  {group}={'|'.join(options(group))}" for group in wanted if is_group(group)]
     root = root or Config()
     types = typing.get_type_hints(Config)
     for name in wanted:
+        if not hasattr(root, name):  # a recipe sets values of other sections
+            continue
         value = getattr(root, name)
         lines.append("")
         if dataclasses.is_dataclass(value):
@@ -48,7 +50,7 @@ def _rows(owner: Any, prefix: str) -> list[str]:
 
 def _row(key: str, kind: Any, value: Any, comment: str) -> str:
     left = f"  {key}={_value(value)}"
-    return f"{left:<38}{_type(kind):<34}{comment}".rstrip()
+    return f"{left:<38}{_type(kind) + ' ':<34}{comment}".rstrip()
 
 
 def _value(value: Any) -> str:

@@ -6,11 +6,13 @@ optimizer step's temporaries (Newton-Schulz above all), the allocator's and the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data.config import micro_batch, micro_batches
 from k3 import memory as activations
 from k3.cards import describe
+from k3.config import K3Config
 from k3.layout import holder
 from k3.memory import Share
 from optim.config import Offload
@@ -36,13 +38,16 @@ class Memory:
     activations: int  # saved by layers, of all micro-batches in flight
     rows: int  # of Attention Residuals that came from other ranks, as the next of all micro-batches in flight
     loss: int  # head and probabilities; logits or their gradient for a moment
-    buffers: int  # payloads, the largest parameter's gradient before it is added up, router counts
+    again: int  # what the largest recomputed layer or half saves for a moment while its backward pass runs
+    balancing: int  # counts that even out the experts' loads
+    buffers: int  # payloads, the largest parameter's gradient before it is added up, what expert dispatch holds
     offloaded: int  # in CPU memory: the optimizer's with optim.offload=cpu, gradients with parallel.offload_gradients
 
     @property
     def total(self) -> int:
         """On the device."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.rows + self.loss + self.buffers
+        state = self.weights + self.gradients + self.optimizer + self.balancing + self.buffers
+        return state + self.activations + self.rows + self.loss + self.again
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,8 @@ def account(cfg: Config, *, documents: int = 2) -> list[RankMemory]:
                 activations=(cost - by["rows"] - by["head"]) * count,
                 rows=by["rows"] * count,
                 loss=by["head"] * count + (activations.passing(cfg.model, share) if last else 0),
+                again=activations.rerun(parts[number], cfg.activations),
+                balancing=activations.balancing(cfg.model, share, layers[number], last=last),
                 buffers=activations.payloads(cfg.model, share, layers, number)
                 + activations.standing(cfg.model, share, layers[number], last=last)
                 + state.largest,
@@ -123,6 +130,7 @@ def _together(cfg: Config, layers: list[range], share: Share, stages: list[Stage
     payloads = [activations.payloads(cfg.model, share, layers, s.number) for s in stages]
     alone = [payload + state.largest for payload, state in zip(payloads, own)]
     totals["buffers"] += max(alone) - sum(alone)
+    totals["again"] = max(m.again for m in each)
     return Memory(**totals)
 
 
@@ -141,29 +149,52 @@ def _kept(layout: ParallelConfig, state: _State) -> int:
 
 
 def _states(cfg: Config, layers: list[range], width: int) -> list[_State]:
-    layout, stages_of = cfg.parallel, holder(cfg.model, layers)
-    by_stage: list[list[Card]] = [[] for _ in layers]
-    for card in describe(cfg.model).values():
-        if card.optimizer is not Optimizer.BALANCE:
-            for number in stages_of(card.name):
-                by_stage[number].append(card)
-    return [_state(cards, cfg, layout, width) for cards in by_stage]
+    return [_state(cards, cfg, cfg.parallel, width) for cards in cards_by_stage(cfg.model, layers)]
 
 
-def _state(cards: list[Card], cfg: Config, layout: ParallelConfig, width: int) -> _State:
+_described: dict[str, dict[str, list[Card]]] = {}  # by model: parts that a stage may hold -> their trained parameters
+
+
+def cards_by_stage(model: K3Config, layers: Sequence[range]) -> list[list[tuple[Card, int]]]:
+    """The trained parameters of every stage, those of like layers once, with how many times they are there."""
+    parts = _described.setdefault(repr(model), {})
+    if not parts:
+        for card in describe(model).values():
+            if card.optimizer is not Optimizer.BALANCE:
+                part, _, rest = card.name.partition(".")
+                parts.setdefault(f"{part}.{rest.partition('.')[0]}" if part == "layers" else part, []).append(card)
+    stages_of, out = holder(model, layers), []
+    for held in layers:
+        counts: dict[tuple[bool, bool], list[int]] = {}
+        for index in held:
+            counts.setdefault((model.is_mla(index), model.is_moe(index)), []).append(index)
+        out.append([(card, len(alike)) for alike in counts.values() for card in parts[f"layers.{alike[0]}"]])
+    for part, cards in parts.items():
+        if not part.startswith("layers."):
+            for number in stages_of(f"{part}."):
+                out[number] += [(card, 1) for card in cards]
+    return out
+
+
+def replicas(card: Card, layout: ParallelConfig) -> int:
+    """How many ranks hold the same part of a parameter."""
     dense = (layout.dp or 1) * layout.cp
-    replicas = {Group.DENSE: dense, Group.EXPERT: dense * layout.tp // layout.ep}
+    return dense * layout.tp // layout.ep if card.placement.group is Group.EXPERT else dense
+
+
+def _state(cards: Sequence[tuple[Card, int]], cfg: Config, layout: ParallelConfig, width: int) -> _State:
     gradient = max(4, width)
     total = dict.fromkeys(vars(_State()), 0)
-    for card in cards:
+    for card, times in cards:
         count = card.numel(tp=layout.tp, ep=layout.ep)
         # evenly over the ranks: each bucket of parameters is cut so, up to its padding
-        part = -(-count // replicas[card.placement.group]) if layout.zero else count
-        total["parameters"] += count
-        total["weights"] += count * card.dtype.width(width)
-        total["gradients"] += count * gradient
-        total["shard"] += part * gradient
-        total["offloaded" if cfg.optim.offload is Offload.cpu else "optimizer"] += state_bytes(card, part, cfg.optim, width)
-        total["offloaded"] += part * gradient if layout.offload_gradients else 0
+        part = -(-count // replicas(card, layout)) if layout.zero else count
+        total["parameters"] += times * count
+        total["weights"] += times * count * card.dtype.width(width)
+        total["gradients"] += times * count * gradient
+        total["shard"] += times * part * gradient
+        place = "offloaded" if cfg.optim.offload is Offload.cpu else "optimizer"
+        total[place] += times * state_bytes(card, part, cfg.optim, width)
+        total["offloaded"] += times * part * gradient if layout.offload_gradients else 0
         total["largest"] = max(total["largest"], count * card.dtype.width(width))
     return _State(**total)

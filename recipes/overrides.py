@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from recipes.config import GROUPS, Config, leaves
+from recipes.config import FILES, GROUPS, Config, is_group, leaves, options
 from recipes.errors import UserError, first_line, shown, suggestion
 
 OPEN = ("cluster.environment",)  # whose names are the user's own
@@ -26,10 +26,12 @@ def judge(word: str) -> Override:
     owner = key.rpartition(".")[0]
     if key in OPEN and word != f"{key}={{}}" and not word.startswith(("+", "~")):
         raise UserError(f"{word}: give {key}.NAME=VALUE for each")
-    exists = key in known or key in GROUPS or owner in OPEN
+    exists = key in known or is_group(key) or owner in OPEN
     sign = SIGNS.get(word[:1])
     if sign:
-        raise UserError(f"{word}: {sign}" + (f"; give {key}=value to set it" if exists else suggestion(key, [*known, *GROUPS])))
+        raise UserError(
+            f"{word}: {sign}" + (f"; give {key}=value to set it" if exists else suggestion(key, [*known, *GROUPS, *FILES]))
+        )
     if not exists:
         _refuse_unknown(word, key, known)
     if "=" not in word:
@@ -42,8 +44,8 @@ def judge(word: str) -> Override:
     if override.is_sweep_override():
         raise UserError(f"{word}: several values; a command is one run: give --multirun for a run each")
     value = override.value()
-    if key in GROUPS and str(value) not in GROUPS[key]:
-        raise UserError(f"{word}: no such {key}{suggestion(str(value), GROUPS[key])}; there are {', '.join(GROUPS[key])}")
+    if is_group(key) and str(value) not in options(key):
+        raise UserError(f"{word}: no such {key}{suggestion(str(value), options(key))}; there are {', '.join(options(key))}")
     if key in known and isinstance(known[key], bool) and isinstance(value, int) and value not in (0, 1):
         raise UserError(f"{word}: takes true or false, by default {shown(known[key])}")
     if owner in OPEN:
@@ -54,7 +56,7 @@ def judge(word: str) -> Override:
 
 
 def _choice(key: str, known: dict[str, Any]) -> str:
-    return f"by default {shown(known[key])}" if key in known else f"one of {', '.join(GROUPS[key])}"
+    return f"by default {shown(known[key])}" if key in known else f"one of {', '.join(options(key))}"
 
 
 def _refuse_unknown(word: str, key: str, known: dict[str, Any]) -> NoReturn:
@@ -63,7 +65,7 @@ def _refuse_unknown(word: str, key: str, known: dict[str, Any]) -> NoReturn:
         raise UserError(f"{word}: {key} is a section; give one of {', '.join(inside)}")
     if key.startswith("hydra"):
         raise UserError(f"{word}: Hydra's own keys are not read; the folder of a run is run.dir")
-    names = [*known] if "." in key else [*known, *GROUPS]
+    names = [*known] if "." in key else [*known, *GROUPS, *FILES]
     raise UserError(f"{word}: there is no key {key or '(empty)'}{suggestion(key, names) or '; k3 VERB --help lists all keys'}")
 
 

@@ -55,7 +55,7 @@ def check_training(cfg: Config) -> None:
             f"parallel: tp * pp * cp * dp = {layout.tp} * {layout.pp} * {layout.cp} * {layout.dp} = {size} processes, but "
             f"{started} were started; start as many as the layout needs, or give sizes that fit"
         )
-    lines += _misfits(cfg, layout)
+    lines += misfits(cfg, layout)
     if size > 1 and cfg.run.compare_dense > 0:
         lines.append(
             f"run.compare_dense={cfg.run.compare_dense}: compares at equal time in one process, and this run has {size}; "
@@ -70,11 +70,12 @@ def check_fit(cfg: Config) -> None:
 
     `cfg` has passed `check`; `parallel.dp` may still be null.
     """
-    if lines := list(_misfits(cfg, dataclasses.replace(cfg.parallel, dp=data_parallel_size(cfg.parallel)))):
+    if lines := list(misfits(cfg, dataclasses.replace(cfg.parallel, dp=data_parallel_size(cfg.parallel)))):
         raise UserError("\n".join(lines))
 
 
-def _misfits(cfg: Config, layout: ParallelConfig) -> Iterator[str]:
+def misfits(cfg: Config, layout: ParallelConfig) -> Iterator[str]:
+    """Why the model and the batch do not fit `layout`, which has its `dp`, a line each."""
     of = layout.dp or 1
     for rule in (
         lambda: check_sizes(layout),

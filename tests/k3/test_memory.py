@@ -130,5 +130,6 @@ def test_standing_bytes_are_buffers_and_what_dispatchers_hold(balance: Balance):
         if isinstance(part, LatentMoE):
             held = part.dispatch._dispatcher
             found += held.probs.nbytes + held.routing_map.nbytes
-    said = memory.standing(config, memory.Share(2, 32, 2, ParallelConfig()), range(config.layers), last=True)
+    share, layers = memory.Share(2, 32, 2, ParallelConfig()), range(config.layers)
+    said = memory.standing(config, share, layers, last=True) + memory.balancing(config, share, layers, last=True)
     assert said == found

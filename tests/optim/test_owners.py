@@ -11,8 +11,9 @@ from torch import Tensor
 from optim.config import Distribution, MuonConfig, OptimConfig
 from optim.exchange import Exchange, Gather, Matrix
 from optim.matrices import Run, runs_of
-from optim.owners import BALANCED, balanced, flops, plan
+from optim.owners import BALANCED, balanced, plan
 from optim.table import Row, assign
+from optim.work import flops
 from parallel.cards import CardError
 from parallel.shards import Shard
 from tests.optim import cases

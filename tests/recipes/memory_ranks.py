@@ -73,6 +73,19 @@ def pipeline(cfg: Config, dtype: torch.dtype, micro_batches: list[Batch]) -> dic
     return {"each": each, "peak": max(peaks)}
 
 
+def batches(cfg: Config, count: int, rows: int, seed: int = 0) -> list[Batch]:
+    """Of one document a row."""
+    draw, length = torch.Generator().manual_seed(seed), cfg.data.seq_length
+    out = []
+    for _ in range(count):
+        tokens = torch.randint(0, cfg.model.vocab_size, (rows, length), generator=draw)
+        starts = torch.zeros(rows, length, dtype=torch.bool)
+        starts[:, 0] = True
+        mask = torch.ones(1 + cfg.model.mtp_layers, rows, length, dtype=torch.bool)
+        out.append(Batch(tokens, tokens.roll(-1, 1), starts, mask))
+    return out
+
+
 def layout_held(config: K3Config, layout: ParallelConfig, dtype: torch.dtype, batch: dict[str, Any]) -> int:
     """Bytes that this rank holds of the whole model."""
     (found,) = stages_held(config, parallel.start(layout), dtype, [range(config.layers)], 1, batch)

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from data.batch import Batch
 from optim.config import Offload
 from parallel.config import world_size
 from parallel.local import Helper
@@ -17,6 +16,7 @@ from recipes import cli
 from recipes.compose import compose
 from recipes.config import Config, Precision
 from recipes.memory import account
+from tests.recipes.memory_ranks import batches
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
 PADDING = 64 + 128  # elements at most before a parameter and behind a bucket: megatron-core's bucket padding
@@ -61,19 +61,6 @@ def test_state_is_what_is_really_allocated(words: list[str], helper: Helper):
         widest = 16 * real[0]["tensors"]  # bytes of an element's master and moments, for each parameter
         assert abs(of_optimizer - sum(there["optimizer"] for there in real) / 2) <= widest
         assert all(abs(of_optimizer - there["optimizer"]) <= PADDING * widest for there in real)
-
-
-def batches(cfg: Config, count: int, rows: int) -> list[Batch]:
-    """Of one document a row."""
-    draw, length = torch.Generator().manual_seed(0), cfg.data.seq_length
-    out = []
-    for _ in range(count):
-        tokens = torch.randint(0, cfg.model.vocab_size, (rows, length), generator=draw)
-        starts = torch.zeros(rows, length, dtype=torch.bool)
-        starts[:, 0] = True
-        mask = torch.ones(1 + cfg.model.mtp_layers, rows, length, dtype=torch.bool)
-        out.append(Batch(tokens, tokens.roll(-1, 1), starts, mask))
-    return out
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
@@ -123,7 +110,7 @@ def test_what_is_offloaded_has_a_column_of_its_own(capsys: pytest.CaptureFixture
     assert cli.main(["estimate", *SMALL]) == 0
     assert "CPU memory" not in capsys.readouterr().out
     assert cli.main(["estimate", *SMALL, "optim.offload=cpu"]) == 0
-    heading, row = (line for line in capsys.readouterr().out.splitlines() if "CPU memory" in line or "embedding" in line)
+    heading, row = (line for line in capsys.readouterr().out.splitlines() if "in CPU memory" in line or "embedding, " in line)
     assert heading.split("  ")[-1].strip() == "in CPU memory" and row.rstrip().endswith("MiB")
 
 
