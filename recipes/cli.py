@@ -62,6 +62,7 @@ BENCHES = {
     "balance": Bench("recipes.bench_balance:run", ("picture",)),
     "owners": Bench("recipes.bench_owners:run"),
     "offload": Bench("recipes.bench_offload:run"),
+    "start": Bench("recipes.bench_start:run"),
     "checkpoint": Bench("recipes.bench_checkpoint:run", ("gib", "folder")),
     "faults": Bench("recipes.bench_faults:run", ("n", "precision", "seed", "start")),
 }

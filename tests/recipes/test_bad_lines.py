@@ -65,7 +65,6 @@ LINES = [  # what is typed behind k3, and what the message must hold
     ("inspect nowhere", "neither a run folder, nor a checkpoint, nor a published folder"),
     ("cards optim.lr=1", "optim.lr=1: the table depends on the model alone"),
     ("bench kad", "the nearest is kda"),
-    ("bench faults n=many", "n=many"),
     ("completion fish", "give one of bash, zsh"),
 ]
 

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,10 +18,12 @@ import wandb
 
 from optim import StepReport
 from recipes.callbacks.alerts import Alerts
+from recipes.callbacks.metrics import flat
 from recipes.callbacks.wandb import Wandb, run_id
 from recipes.config import WandbConfig, WandbMode
 from recipes.dashboard import answers, has_key, wanted_mode
 from recipes.trainer import StepResult
+from tests.recipes.small_run import do, metrics, write_corpus
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -91,13 +95,15 @@ def logged(part: Path) -> SimpleNamespace:
     wandb.teardown()  # its service writes the last of the log when it ends
     (file,) = part.glob("*.wandb")
     content, at, joined = file.read_bytes(), 7, b""
-    out = SimpleNamespace(run=None, metrics=[], alerts=[], kinds={}, exit=None)
-    while at + 7 <= len(content):
+    out = SimpleNamespace(run=None, metrics=[], alerts=[], kinds={}, exit=None, history=[])
+    while at + 7 <= len(content) and any(content[at : at + 7]):
         if (left := 32768 - at % 32768) < 7:
             at += left
             continue
         size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
         body = content[at + 7 : at + 7 + size]
+        if len(body) < size:
+            break  # torn by a kill
         at += 7 + size
         joined = body if kind in (1, 2) else joined + body
         if kind not in (1, 4):
@@ -112,6 +118,7 @@ def logged(part: Path) -> SimpleNamespace:
         elif record.HasField("exit"):
             out.exit = record.exit.exit_code
         elif record.HasField("history"):
+            out.history.append({item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
             for item in record.history.item:
                 if item.nested_key[-1] == "_type":
                     out.kinds[item.nested_key[0]] = json.loads(item.value_json)
@@ -119,13 +126,14 @@ def logged(part: Path) -> SimpleNamespace:
 
 
 def test_offline_parts_make_one_series_of_one_run(tmp_path, capfd):
+    """As over three requeues."""
     folder = tmp_path / "run"
-    log(folder, WandbMode.offline, range(1, 4))
-    log(folder, WandbMode.offline, range(4, 6))
+    for steps in (range(1, 3), range(3, 4), range(4, 5), range(5, 6)):
+        log(folder, WandbMode.offline, steps)
     said = capfd.readouterr()
-    assert said.out.count("W&B: offline; send it with `wandb sync ") == 2 and said.err == ""
+    assert said.out.count("W&B: offline; send it with `wandb sync ") == 4 and said.err == ""
     parts = sorted(folder.glob("wandb/offline-run-*"))
-    assert len(parts) == 2, "each process writes its own part"
+    assert len(parts) == 4, "each process writes its own part"
     ids, steps = set(), []
     for part in parts:
         found = records(part)
@@ -168,11 +176,11 @@ def test_online_a_resume_continues_the_same_run(tmp_path, monkeypatch, capfd):
     with Server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
-        log(folder, WandbMode.auto, range(1, 4))
-        log(folder, WandbMode.auto, range(4, 6))
+        for steps in (range(1, 3), range(3, 4), range(4, 5), range(5, 6)):
+            log(folder, WandbMode.auto, steps)
     assert "offline" not in capfd.readouterr().out
     assert list(server.runs) == [run_id(folder)]
-    assert server.resumed == [run_id(folder)], "the second part asked for the first"
+    assert server.resumed == [run_id(folder)] * 3, "each later part asked for the first"
     history = server.runs[run_id(folder)]
     assert sorted(history) == [1, 2, 3, 4, 5]
     assert [history[step]["loss"] for step in sorted(history)] == [5.0 / step for step in range(1, 6)]
@@ -256,3 +264,56 @@ def test_alerts_of_spikes_and_failures(tmp_path):
         ("failed after step 6", "ArithmeticError: it broke", "ERROR"),
     ]
     assert found.exit == 1
+
+
+def test_what_a_run_sends_is_what_its_metrics_file_holds(tmp_path):
+    write_corpus(tmp_path / "corpus")
+    words = ("run.steps=3", "run.sample_tokens=0", "run.eval_every=2", "wandb.mode=offline")
+    code, folder = do(tmp_path, "run", *words)
+    assert code == 0
+    (part,) = folder.glob("wandb/offline-run-*")
+    sent = logged(part)
+    own = lambda row: {key: value for key, value in row.items() if not key.startswith(("_", "pictures/", "sample"))}
+    kept = [dict(flat(record)) for record in metrics(folder)]
+    assert [row["_step"] for row in sent.history] == [1, 2, 3]
+    assert [own(row) for row in sent.history] == [{k: v for k, v in row.items() if k != "step"} for row in kept]
+    assert sent.run.run_id == json.loads((folder / "checkpoints/step_3/state.json").read_text())["wandb"]
+    pictures = [sorted(key for key in row if key.startswith("pictures/")) for row in sent.history]
+    assert pictures[0] == [] and pictures[1] == pictures[2] == ["pictures/experts", "pictures/loss", "pictures/residuals"]
+
+
+@pytest.mark.slow
+def test_a_kill_loses_less_than_five_seconds(tmp_path):
+    """A process logs ten steps a second and says so; SIGKILL takes it and the client's service."""
+    script = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from optim import StepReport
+from recipes.callbacks.wandb import Wandb
+from recipes.config import WandbConfig, WandbMode
+from recipes.trainer import StepResult
+callback = Wandb(WandbConfig(mode=WandbMode.offline), Path(sys.argv[1]), {})
+callback.start(SimpleNamespace(results={}))
+for step in range(1, 1000):
+    report = StepReport(step, 1e-3, 1.0, 1.0, False)
+    callback.step(SimpleNamespace(results={}), StepResult(step, [5.0], 1, 1, 0.1, report, {"step": step, "loss": 1.0}))
+    print(time.time(), flush=True)
+    time.sleep(0.1)
+"""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    command = [sys.executable, "-c", script, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    said = []
+    for line in process.stdout:
+        if not line.startswith("W&B"):
+            said.append(float(line))
+        if len(said) == 100:
+            break
+    os.killpg(process.pid, signal.SIGKILL)
+    killed = time.time()
+    process.wait()
+    (part,) = folder.glob("wandb/offline-run-*")
+    last = logged(part).history[-1]["_step"]
+    assert killed - said[last - 1] < 5.0, f"step {last} of {len(said)} is the last on the disk"
