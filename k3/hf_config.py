@@ -19,6 +19,8 @@ _FIXED = {  # text_config entries that have one value in every K3 checkpoint: an
 def from_published(document: dict[str, Any]) -> K3Config:
     """The model of a config.json. Raises ConfigError naming an entry that is missing or that this stack cannot represent."""
     text = document.get("text_config", document)
+    if not isinstance(text, dict):
+        raise ConfigError(f"config.json: text_config is {text!r}; an object is expected")
     for key, value in _FIXED.items():
         if text.get(key, value) != value:
             raise ConfigError(f"config.json: {key}={text[key]!r} is not a K3 model; expected {value!r}")
@@ -71,8 +73,17 @@ def from_published(document: dict[str, Any]) -> K3Config:
             ),
         )
     except KeyError as missing:
-        raise ConfigError(f"config.json: the entry {missing} is missing") from None
-    config.validate()
+        kind = document.get("model_type")
+        whose = f"Kimi K3 and Kimi Linear have it (model_type={kind!r})"
+        raise ConfigError(f"config.json: the entry {missing} is missing; {whose}") from None
+    except ConfigError:
+        raise
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"config.json: an entry has the wrong type ({error})") from None
+    try:
+        config.validate()
+    except TypeError as error:
+        raise ConfigError(f"config.json: an entry has the wrong type ({error})") from None
     expected = [i + 1 for i in range(layers) if not config.is_mla(i)]
     if kda["kda_layers"] != expected:
         raise ConfigError(f"config.json: kda_layers={kda['kda_layers']}; this stack places KDA in layers {expected}, from 1")

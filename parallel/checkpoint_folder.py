@@ -41,6 +41,18 @@ class CheckpointError(ValueError):
     """
 
 
+def unfinished(path: Path) -> Path:
+    """A new hidden folder beside `path`, in which it is made until it is whole; those of processes that are no more go."""
+    for stale in path.parent.glob(f".{path.name}.incomplete-*"):
+        number = stale.name.rpartition("-")[2]
+        if not (number.isdecimal() and Path(f"/proc/{number}").exists()):
+            shutil.rmtree(stale, ignore_errors=True)
+    work = path.with_name(f".{path.name}.incomplete-{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    return work
+
+
 def begin(folder: Path, target: Path, keep_last: int, keep_every: int) -> Path | None:
     """The folder to write into, or None where the checkpoint is there already."""
     try:
@@ -118,7 +130,7 @@ def latest(folder: Path) -> Path | None:
     if not pointer.is_file():
         finished = checkpoints(folder)
         return finished[-1] if finished else None
-    path = folder / pointer.read_text().strip()
+    path = folder / pointer.read_bytes().decode(errors="replace").strip()
     if path.parent != folder or not (path / STATE).is_file():
         there = ", ".join(p.name for p in checkpoints(folder)) or "none"
         raise CheckpointError(f"{pointer} names {path.name}, which is no finished checkpoint; finished ones: {there}")
@@ -129,15 +141,18 @@ def facts(path: Path) -> dict[str, Any]:
     """What `state.json` of a checkpoint says. Raises CheckpointError for another format or an unreadable file."""
     try:
         state = json.loads((path / STATE).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / STATE} cannot be read: {error}{instead(path)}") from error
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT:
         known = f" ({FORMATS[found]})" if found in FORMATS else ""
-        raise CheckpointError(f"{path} has checkpoint format {found}{known}; this version reads format {FORMAT}")
+        raise CheckpointError(f"{path} has checkpoint format {found!r}{known}; this version reads format {FORMAT}")
     files = state.get("files")
     if not isinstance(files, dict) or METADATA not in files or not isinstance(state.get("layout"), dict):
         raise CheckpointError(f"{path / STATE} does not list the checkpoint's files and layout{instead(path)}")
+    entries = [isinstance(e, dict) and type(e.get("bytes")) is int and isinstance(e.get("xxh3"), str) for e in files.values()]
+    if not all(entries) or type(state.get("step")) is not int:
+        raise CheckpointError(f"{path / STATE} is damaged: its step, or what it says of a file, is not there{instead(path)}")
     return state
 
 
@@ -156,8 +171,8 @@ def changes(stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def damages(path: Path, files: Mapping[str, Entry]) -> Iterator[str]:
-    """What is wrong with the given files of a checkpoint, by the sizes and checksums that its state.json holds."""
+def damages(path: Path, files: Mapping[str, Entry], *, sums: bool = True) -> Iterator[str]:
+    """What is wrong with the given files of a checkpoint, by the sizes and, with `sums`, checksums that its state.json holds."""
     home = path.resolve()
     for name, entry in files.items():
         file = path / name
@@ -169,7 +184,7 @@ def damages(path: Path, files: Mapping[str, Entry]) -> Iterator[str]:
             yield f"{name}: not a file in the checkpoint's own folder, or a link that leads out of it"
         elif (size := file.stat().st_size) != entry["bytes"]:
             yield f"{name}: {'truncated' if size < entry['bytes'] else 'too long'} ({size:,} bytes of {entry['bytes']:,})"
-        elif checksum(file) != entry["xxh3"]:
+        elif sums and checksum(file) != entry["xxh3"]:
             yield f"{name}: damaged (its checksum differs)"
 
 

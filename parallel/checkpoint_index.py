@@ -62,11 +62,30 @@ def _faults(index: Any, files: Mapping[str, Entry]) -> Iterator[str]:
         if not isinstance(entry, TensorStorageMetadata):
             yield f"{name}: an object that is no tensor"
             continue
+        if not isinstance(entry.properties.dtype, torch.dtype):
+            yield f"{name}: has no dtype"
         if any((name, chunk.offsets) not in places for chunk in entry.chunks):
             yield f"{name}: a part of it lies nowhere"
-        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+        boxes = [[(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes)] for chunk in entry.chunks]
+        ranks = {len(entry.size), *(len(c.offsets) for c in entry.chunks), *(len(c.sizes) for c in entry.chunks)}
+        if len(ranks) > 1 or any(not 0 <= a < b <= n for box in boxes for (a, b), n in zip(box, entry.size)):
+            yield f"{name}: a part of it lies outside of it"
+        elif sum(math.prod(b - a for a, b in box) for box in boxes) != math.prod(entry.size) or _overlap(boxes):
             yield f"{name}: its parts do not make up the whole"
     for where, info in index.storage_data.items():
         inside = isinstance(info, _StorageInfo) and info.relative_path in files and info.transform_descriptors is None
         if not inside or not 0 <= info.offset <= info.offset + info.length <= files[info.relative_path]["bytes"]:
             yield f"{where.fqn}: lies in {getattr(info, 'relative_path', None)!r}, which is no part of this checkpoint"
+
+
+def _overlap(boxes: list[list[tuple[int, int]]]) -> bool:
+    """Whether any two boxes share an element. Looks along the first axis, along which most tensors are cut."""
+    if not boxes or not boxes[0]:
+        return len(boxes) > 1
+    open_: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes):
+        open_ = [other for other in open_ if other[0][1] > box[0][0]]
+        if any(all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, other)) for other in open_):
+            return True
+        open_.append(box)
+    return False

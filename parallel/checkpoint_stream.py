@@ -84,10 +84,7 @@ class Stream:
     def _begin(self) -> Path:
         if self.path.exists() or self.path.is_symlink():
             raise CheckpointError(f"{self.path} exists already; give a new folder or remove it")
-        work = self.path.with_name(f".{self.path.name}.incomplete")
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        return work
+        return disk.unfinished(self.path)
 
     def _publish(self, ranks: Sequence[tuple[str, disk.Entry | None, Any, Any]], wrong: list[str], facts: Any, step: int) -> None:
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config

@@ -47,7 +47,15 @@ class Tensors:
         return out
 
     def fill(self, out: Tensor, name: str, region: Region) -> None:
-        """Writes a region into `out`, of its shape and dtype, on whatever device."""
+        """Writes a region into `out`, of its shape and dtype, on whatever device.
+
+        Raises CheckpointError for a region that does not lie in the tensor, or another dtype.
+        """
+        shape, dtype = self.shape(name), self.dtype(name)
+        inside = len(region) == len(shape) and all(0 <= first <= last <= n for (first, last), n in zip(region, shape))
+        if not inside or dtype != out.dtype:
+            asked = f"{[list(r) for r in region]} of {out.dtype}"
+            raise CheckpointError(f"{self.path}: {name} is {dtype} {list(shape)}, which does not hold {asked}")
         plain = out.device.type == "cpu" and out.is_contiguous()
         here = out if plain else torch.empty(out.shape, dtype=out.dtype)
         into = _bytes_of(here)

@@ -21,8 +21,8 @@ LIMITS = {"k3 --help": 0.5, "k3 pretrain --cfg job": 2.0, "first step of nano": 
 
 
 def run() -> None:
-    """Prints a line each: median and range of ROUNDS whole commands, in turns; the first step once with its data prepared anew and
-    once with what that has left.
+    """Prints a line each: median and range of ROUNDS whole commands, in turns; the first step once with its data prepared anew
+    and once with what that has left.
     """
     say(", ".join(f"{name} {value}" for name, value in versions().items()) + f", load {psutil.getloadavg()[0]:.1f}")
     times: dict[str, list[float]] = {"k3 --help": [], "k3 pretrain --cfg job": []}
@@ -34,8 +34,8 @@ def run() -> None:
     home = Path(tempfile.mkdtemp(prefix="start-"))
     try:
         for number, name in enumerate(("with its data prepared anew", "with prepared data")):
-            took = first_step(home, str(number))
-            say(f"{'first step of nano':<24} {took:6.2f} s {name} (limit {LIMITS['first step of nano']:.1f})")
+            seconds = first_step(home, str(number))
+            say(f"{'first step of nano':<24} {seconds:6.2f} s {name} (limit {LIMITS['first step of nano']:.1f})")
     finally:
         shutil.rmtree(home)
 
@@ -69,7 +69,8 @@ def first_step(home: Path, name: str) -> float:
 
 
 def _line(name: str, took: Sequence[float]) -> str:
-    return f"{name:<24} {statistics.median(took):6.2f} s ({min(took):.2f} to {max(took):.2f}) of {len(took)} (limit {LIMITS[name]:.1f})"
+    spread = f"({min(took):.2f} to {max(took):.2f}) of {len(took)}"
+    return f"{name:<24} {statistics.median(took):6.2f} s {spread} (limit {LIMITS[name]:.1f})"
 
 
 def _k3() -> str:

@@ -33,7 +33,9 @@ USER_ERRORS = {
 }
 
 # What the machine refuses and no traceback explains better.
-MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO}
+# And what it refuses because of what was typed.
+PATH_ERRORS = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 @dataclass(frozen=True)
@@ -134,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     except OSError as error:
-        if error.errno not in MACHINE_ERRORS:
+        if error.errno not in MACHINE_ERRORS | PATH_ERRORS:
             raise
         _complain(f"{error.filename or 'the disk'}: {error.strerror}")
-        return 1
+        return 2 if error.errno in PATH_ERRORS else 1
     except Exception as error:
         if not _is_users(error):
             raise

@@ -35,7 +35,7 @@ def run(words: Sequence[str]) -> int:
     quantise = one_of("quantise", values.get("quantise", packs), {"mxfp4": "mxfp4", "none": None})
     origin = None if released is None else released.origin
     hf.write_from(stored, stored.config, out, hf.Options(quantise=quantise, passthrough=like), origin=origin)
-    of = f"step {stored.facts['step']} of {found.parent.parent}" if released is None else str(found)
+    of = f"step {stored.facts['step']} of {path}" if released is None else str(found)
     say(f"{out}: {of}, in the published layout{', packed as mxfp4' if quantise else ''}")
     return 0
 

@@ -41,7 +41,7 @@ def run(words: Sequence[str]) -> int:
     os.environ.update(processes.joined(os.environ))
     started, wanted = processes.count(os.environ), values.pop("processes", None)
     if wanted is not None:
-        if not wanted.isdigit() or int(wanted) < 1:
+        if not (wanted.isascii() and wanted.isdigit()) or int(wanted) < 1:
             raise UserError(f"processes={wanted}: give a number from 1 on")
         if started is not None:
             raise UserError(f"processes={wanted}: a launcher has started {started} already; leave it out")

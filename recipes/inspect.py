@@ -10,6 +10,7 @@ from pathlib import Path
 
 from k3 import hf
 from k3.cards import describe
+from parallel.checkpoint_folder import CheckpointError, damages
 from parallel.config import ParallelConfig, world_size
 from recipes.errors import UserError, shown
 from recipes.stored import WEIGHTS, Stored, find
@@ -23,7 +24,10 @@ def run(words: Sequence[str]) -> int:
     found = find(path)
     if found is None and not (path / "config.json").is_file():
         raise UserError(f"{path}: neither a run folder, nor a checkpoint, nor a published folder")
-    lines = published(path) if found is None else own(Stored(found))
+    try:
+        lines = list(published(path) if found is None else own(Stored(found)))
+    except (KeyError, TypeError, AttributeError) as error:  # JSON that was written by somebody else
+        raise CheckpointError(f"{found}/state.json is damaged: {type(error).__name__}: {error}") from error
     print("\n".join(lines))
     return 0
 
@@ -39,6 +43,8 @@ def own(stored: Stored) -> Iterator[str]:
         yield f"tokens    {facts['progress']['tokens']:,}"
     yield f"written   by {count} process{'es' * (count > 1)}{': ' + named if named else ''}"
     yield f"files     {len(facts['files'])}, {sum(entry['bytes'] for entry in facts['files'].values()):,} bytes"
+    for line in damages(stored.path, facts["files"], sums=False):
+        yield f"damaged   {line}"
     roles = {name: card.role or "other" for name, card in describe(stored.config).items()} if "model" in facts else {}
     rows: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name, entry in stored.index.state_dict_metadata.items():

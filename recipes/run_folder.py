@@ -72,7 +72,10 @@ class RunFolder:
 
     @property
     def is_complete(self) -> bool:
-        return (self.path / "summary.json").is_file() and self.checkpoint is not None
+        """Whether its last checkpoint is the one that the summary tells of: an earlier one may have been chosen to go on from."""
+        if self.checkpoint is None or not (self.path / "summary.json").is_file():
+            return False
+        return json.loads((self.path / "summary.json").read_text()).get("steps") == checkpoint.facts(self.checkpoint)["step"]
 
     def close(self) -> None:
         if self._lock is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from k3.cards import describe
 from k3.config import K3Config
 from k3.hf import Piece, Region
 from k3.hf.format import NAMES, Entry
 from k3.origin import Origin
 from kernels.mx import BLOCK
 from parallel import checkpoint, checkpoint_index
+from parallel.cards import DType
 from parallel.checkpoint_folder import damages, unloadable
 from parallel.checkpoint_tensors import Tensors
 from recipes.errors import UserError, first_line
@@ -67,15 +69,37 @@ class Stored:
         assert isinstance(read, K3Config)
         return read
 
-    def check(self) -> None:
-        """Raises CheckpointError for missing and damaged files."""
-        if wrong := list(damages(self.path, self.facts["files"])):
+    def check(self, *, sums: bool = True) -> None:
+        """Raises CheckpointError for missing and damaged files, and for weights that are not those of its model.
+
+        sums=False: does not read the files to their ends.
+        """
+        wrong = list(damages(self.path, self.facts["files"], sums=sums)) or list(self._misfits())
+        if wrong:
             raise checkpoint.CheckpointError(unloadable(self.path, wrong))
+
+    def _misfits(self) -> Iterator[str]:
+        kinds = {
+            DType.FP32: (torch.float32, torch.float64),
+            DType.MODEL: (torch.bfloat16, torch.float32, torch.float64),
+        }
+        for card in describe(self.config).values():
+            name = f"{WEIGHTS}.{card.name}"
+            if name not in self.tensors:
+                yield f"{name}: missing in the checkpoint"
+            elif self.tensors.shape(name) != card.shape or self.tensors.dtype(name) not in kinds[card.dtype]:
+                yield f"{name}: {self.tensors.dtype(name)} {list(self.tensors.shape(name))}, and its model has {list(card.shape)}"
 
     @property
     def released(self) -> Released | None:
         """What the released folder had that this was imported from; None: it was trained here."""
-        return Released(self) if "released" in self.facts else None
+        if "released" not in self.facts:
+            return None
+        known = {"config": str, "packed": bool, "narrow": dict, "extras": list}
+        facts = self.facts["released"]
+        if not isinstance(facts, dict) or not all(isinstance(facts.get(key), kind) for key, kind in known.items()):
+            raise checkpoint.CheckpointError(f"{self.path}/state.json is damaged: it does not say what was released")
+        return Released(self)
 
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors.dtype(self._weight(name))

@@ -48,7 +48,7 @@ class Folder:
 
     @cached_property
     def config_text(self) -> str:
-        return self._inside(CONFIG).read_text()
+        return _text(self._inside(CONFIG))
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Folder:
         return torch.from_numpy(np.array(raw, copy=True, order="C").reshape(-1)).view(dtype).view(shape)
 
     def _index(self) -> dict[str, str]:
-        document = _json_object(self.path / INDEX, self._inside(INDEX).read_text())
+        document = _json_object(self.path / INDEX, _text(self._inside(INDEX)))
         where = document.get("weight_map")
         if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
             raise CheckpointError(f"{self.path / INDEX}: no weight_map of tensor names to file names")
@@ -101,6 +101,13 @@ class Folder:
         if not target.is_relative_to(self.path.resolve()):
             raise CheckpointError(f"{self.path / file}: a link to {target}, outside the folder; put the file itself there")
         return self.path / file
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: not UTF-8 text ({error})") from None
 
 
 def _json_object(file: Path, text: str) -> dict[str, Any]:

@@ -183,6 +183,9 @@ def check_quantization(path: Path, document: Mapping[str, Any]) -> None:
 def quantization(document: Mapping[str, Any]) -> dict[str, Any] | None:
     """The quantization_config of a config.json, wherever it stands."""
     text = document.get("text_config")
+    for given in (document.get("quantization_config"), text.get("quantization_config") if isinstance(text, dict) else None):
+        if given is not None and not isinstance(given, dict):
+            raise CheckpointError(f"config.json: quantization_config is {given!r}; an object is expected")
     found = document.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     return found if isinstance(found, dict) else None
 

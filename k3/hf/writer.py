@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from k3.hf.format import CONFIG, INDEX, NAMES, SINGLE, CheckpointError, Entry, header, layout, some
-from parallel.checkpoint_folder import flush
+from parallel.checkpoint_folder import flush, unfinished
 
 
 class Writer:
@@ -32,13 +32,11 @@ class Writer:
         if twice := [e.name for e in plan if e.name in seen or seen.add(e.name)]:  # type: ignore[func-returns-value]
             raise CheckpointError(f"{path}: planned twice: {some(twice)}")
         self.path = path
-        self._building = path.with_name(f".{path.name}.incomplete")
         self._places: dict[str, tuple[Entry, str, int]] = {}  # entry, file, position
         self._open: dict[str, BinaryIO] = {}
         self._left: dict[str, int] = {}  # tensors still to come, by file
         shards = _spread(plan, shard_bytes)
-        shutil.rmtree(self._building, ignore_errors=True)
-        self._building.mkdir(parents=True)
+        self._building = unfinished(path)
         try:
             (self._building / CONFIG).write_text(config_text)
             where: dict[str, str] = {}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -397,3 +398,42 @@ def test_what_one_rank_cannot_write_in_the_background_all_ranks_hear_at_the_same
     one, two = helper.run_ranks("tests.parallel.checkpoint_ranks:fails_in_the_background", 2, str(tmp_path))
     assert one == two and len(one) == 1 and "rank 1: [Errno 28]" in one[0] and "last good checkpoint is" in one[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_1"]
+
+
+@pytest.mark.parametrize(
+    "how, says",
+    [
+        ("outside", "a part of it lies outside of it"),
+        ("turned", "a part of it lies outside of it"),
+        ("overlap", "its parts do not make up the whole"),
+        ("rank", "a part of it lies outside of it"),
+        ("no dtype", "has no dtype"),
+    ],
+)
+def test_an_index_that_does_not_hold_together_is_refused(tmp_path, world, how, says):
+    """With checksums that fit, as somebody who forges one would give it."""
+    path = checkpoint.save(tmp_path, 1, {"a": Bag(x=torch.ones(4, 6))}, {}, world)
+
+    def broken(index):
+        entry = index.state_dict_metadata["a.x"]
+        (place,) = index.storage_data
+        (box,) = entry.chunks
+        if how == "outside":
+            entry.chunks[0] = replace(box, offsets=torch.Size([9, 0]))
+        elif how == "turned":
+            entry.size = torch.Size([6, 4])
+        elif how == "overlap":
+            entry.chunks[:] = [
+                replace(box, sizes=torch.Size([2, 6])),
+                replace(box, offsets=torch.Size([1, 0]), sizes=torch.Size([2, 6])),
+            ]
+        elif how == "rank":
+            entry.chunks[0] = replace(box, offsets=torch.Size([0]), sizes=torch.Size([24]))
+        else:
+            entry.properties.dtype = None
+        for chunk in entry.chunks:
+            index.storage_data[replace(place, offset=chunk.offsets)] = index.storage_data[place]
+
+    changed(path, broken)
+    with pytest.raises(CheckpointError, match=says):
+        checkpoint_index.read(path, checkpoint.facts(path)["files"])

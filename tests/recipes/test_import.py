@@ -182,3 +182,38 @@ def test_a_damaged_import_is_refused(tmp_path):
         parallel.stop()
     with pytest.raises(checkpoint.CheckpointError, match=f"{file.name}: damaged"):
         Stored(tmp_path / "ours").check()
+
+
+def test_a_checkpoint_that_is_not_its_models_is_refused(tmp_path, capsys):
+    """state.json has no checksum of its own: what it says is compared with what is stored."""
+    assert k3("import", f"published={FOLDER}", f"out={tmp_path / 'ours'}") == 0
+    state = json.loads((tmp_path / "ours/state.json").read_text())
+    for change, says in (
+        (
+            lambda s: s["model"].update(hidden_size=64),
+            "model.embedding.weight: torch.float32 [256, 32], and its model has [256, 64]",
+        ),
+        (lambda s: s.pop("step"), "state.json is damaged"),
+        (lambda s: s["files"].update(x="y"), "state.json is damaged"),
+        (lambda s: s.update(released={}), "state.json is damaged"),
+        (lambda s: s["layout"].update(tp="two"), None),
+    ):
+        broken = json.loads(json.dumps(state))
+        change(broken)
+        (tmp_path / "ours/state.json").write_text(json.dumps(broken))
+        capsys.readouterr()
+        if says is not None:
+            assert k3("export", f"run_or_checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'out'}") == 2
+            assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
+        else:
+            assert k3("inspect", tmp_path / "ours") == 2
+            assert "state.json is damaged" in capsys.readouterr().err
+
+
+def test_paths_that_cannot_be_are_one_message(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    for out in (tmp_path / "file/x", tmp_path / ("n" * 300)):
+        assert k3("import", f"published={FOLDER}", f"out={out}") == 2
+        assert k3("export", f"run_or_checkpoint={tmp_path / 'nothing'}", f"out={out}") == 2
+        assert all(line.startswith("k3: ") for line in capsys.readouterr().err.splitlines())
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

@@ -245,3 +245,12 @@ def test_cut_metrics_drops_later_steps_and_a_torn_line(tmp_path):
     cut_metrics(path, 2)
     assert [(r["step"], r["loss"]) for r in metrics(tmp_path)] == [(1, 1.5), (2, 1.25)]
     cut_metrics(tmp_path / "none.jsonl", 2)
+
+
+def test_an_earlier_checkpoint_of_a_complete_run_is_gone_on_from(home, whole):
+    folder = home / "earlier"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints/step_6")
+    (folder / "checkpoints/latest").write_text("step_4\n")
+    assert resume(folder) == 0
+    same_checkpoint(folder / "checkpoints/step_6", whole / "checkpoints/step_6")
