@@ -166,11 +166,22 @@ def _dispatch(words: list[str], *, entry: bool) -> int:
     if any(word in ("-h", "--help") for word in rest):
         return _help([name])
     verb = VERBS[name]
+    _refuse_repeated(rest)
     if verb.trains and entry and "--cfg" not in rest:
         from recipes import launch
 
         launch.ensure()
     return _load(verb.run)(rest) or 0
+
+
+def _refuse_repeated(words: Sequence[str]) -> None:
+    """UserError for a key that is given twice: only one of the values could count."""
+    seen: dict[str, str] = {}
+    for word in words:
+        key, given, _ = word.partition("=")
+        if given and key in seen:
+            raise UserError(f"{word}: {seen[key]} is given, too; leave one of them out")
+        seen[key] = word
 
 
 def _load(place: str) -> Callable[..., Any]:

@@ -9,7 +9,8 @@ from recipes.errors import UserError
 
 SCRIPTS = {
     "bash": r"""_k3() {
-    local IFS=$'\n' line=${COMP_LINE:0:COMP_POINT}
+    local - IFS=$'\n' line=${COMP_LINE:0:COMP_POINT}
+    set -f
     local before=${line% *} word=${line##* }
     COMPREPLY=($(k3 completion words -- ${before// /$'\n'} "$word" 2>/dev/null))
     # readline cuts words at = as well: it wants what comes behind
@@ -50,7 +51,7 @@ def candidates(words: Sequence[str]) -> list[str]:
 
 
 def _keys(sections: Sequence[str] | None, begun: str) -> Iterator[str]:
-    from recipes.config import GROUPS, Config, leaves
+    from recipes.config import FILES, GROUPS, Config, leaves, options
 
     inside = lambda key: sections is None or key.split(".", 1)[0] in sections
     for key, value in leaves(Config()):
@@ -61,8 +62,8 @@ def _keys(sections: Sequence[str] | None, begun: str) -> Iterator[str]:
                     yield from (f"{key}={option.name}" for option in type(value))
                 elif isinstance(value, bool):
                     yield from (f"{key}=true", f"{key}=false")
-    for group, options in GROUPS.items():
+    for group in (*GROUPS, *FILES):
         if inside(group):
             yield f"{group}="
             if begun.startswith(f"{group}="):
-                yield from (f"{group}={option}" for option in options)
+                yield from (f"{group}={option}" for option in options(group))

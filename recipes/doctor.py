@@ -153,12 +153,10 @@ def apex() -> Line:
 
 
 def slurm() -> Line:
+    if shutil.which("sbatch") is None:
+        return Line("slurm", ABSENT, "no sbatch here: jobs cannot be submitted from this machine")
     version = answer("sinfo", "--version")
-    return (
-        Line("slurm", OK, version)
-        if version
-        else Line("slurm", ABSENT, "no sinfo here: jobs cannot be submitted from this machine")
-    )
+    return Line("slurm", OK, version) if version else Line("slurm", WRONG, "sbatch is here, and `sinfo --version` fails")
 
 
 def wandb() -> Iterator[Line]:

@@ -44,6 +44,8 @@ def judge(word: str) -> Override:
     if override.is_sweep_override():
         raise UserError(f"{word}: several values; a command is one run: give --multirun for a run each")
     value = override.value()
+    if any(not c.isprintable() for c in str(value)):
+        raise UserError(f"{word!r}: a value cannot hold control characters, such as the end of a line")
     if is_group(key) and str(value) not in options(key):
         raise UserError(f"{word}: no such {key}{suggestion(str(value), options(key))}; there are {', '.join(options(key))}")
     if key in known and isinstance(known[key], bool) and isinstance(value, int) and value not in (0, 1):

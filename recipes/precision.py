@@ -30,6 +30,8 @@ def refusals(cfg: Config, *, elsewhere: bool = False) -> Iterator[tuple[str, obj
     kind = low_precision(name)
     if kind is None:
         return
+    if elsewhere and not cfg.cluster.gpus_per_node:
+        yield "precision", name, f"needs a GPU of {NEEDS[kind]}, and cluster.gpus_per_node=0; give precision=bf16"
     if not elsewhere and (reason := unfit(kind, *found(kind))):
         yield "precision", name, reason
     try:

@@ -98,7 +98,10 @@ def open_run(cfg: Config) -> RunFolder:
     """
     assert cfg.run.dir is not None, "compose fills run.dir"
     path = Path(cfg.run.dir)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir={path}: cannot be made: {error.strerror}; give another folder") from error
     lock = _hold(path)
     try:
         return _open(path, cfg, lock)

@@ -17,7 +17,7 @@ from optim.config import OptimizerName, RouterOptimizer, ScheduleName
 from parallel.config import ParallelConfig, ParallelError, check_sizes, data_parallel_size, world_size
 from parallel.stages import group_size
 from recipes import precision, processes
-from recipes.config import Config, Device, Qat
+from recipes.config import Config, Device, Qat, WandbConfig
 from recipes.errors import UserError, shown
 
 MOST_ON_CPU = 8  # processes: more only wait for each other's cores
@@ -243,8 +243,7 @@ def _run(cfg: Config) -> Iterator[Refusal]:
             r.compare_dense,
             "trains a dense model from scratch, which run.init does not; leave it out",
         )
-    if cfg.wandb.stall < 0:
-        yield "wandb.stall", cfg.wandb.stall, "minutes without a step; must be at least 0, which alerts of none"
+    yield from _wandb(cfg.wandb)
     if r.threads is not None and r.threads < 1:
         yield "run.threads", r.threads, "must be at least 1, or null for one a physical core"
     if r.sample_tokens and not r.sample_prompt:
@@ -253,3 +252,16 @@ def _run(cfg: Config) -> Iterator[Refusal]:
         there = next(p for p in (Path(r.dir), *Path(r.dir).absolute().parents) if p.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             yield "run.dir", r.dir, f"{there} is no folder that can be written to; give another"
+
+
+def _wandb(w: WandbConfig) -> Iterator[Refusal]:
+    """What W&B itself would refuse, minutes later."""
+    if bad := sorted(set(w.project) & set("/\\#?%:")):
+        yield "wandb.project", w.project, f"the name of a W&B project cannot hold {' '.join(bad)}"
+    for key, text in (("project", w.project), ("name", w.name), ("group", w.group)):
+        if text is not None and not 1 <= len(text.strip()) <= 128:
+            yield f"wandb.{key}", repr(text), "must have 1 to 128 characters"
+    if wrong := [tag for tag in w.tags if not 1 <= len(tag.strip()) <= 64]:
+        yield "wandb.tags", wrong, "a tag has 1 to 64 characters"
+    if w.stall < 0:
+        yield "wandb.stall", w.stall, "minutes without a step; must be at least 0, which alerts of none"

@@ -10,6 +10,29 @@ from enum import Enum
 MARGIN = 90  # seconds: Slurm looks at time limits every 30 s or so, and saving takes its time
 
 
+# names in the script of a job that mean something there (slurm/job.sbatch.j2)
+OWN = {"RUN", "NODES", "FIRST", "MASTER_ADDR", "MASTER_PORT", "K3_NODES", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
+# options of sbatch that follow from the keys of `cluster` and `submit`, or that would make another kind of job
+DECIDED = {
+    *("job-name", "partition", "account", "qos", "constraint", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task"),
+    *("mem", "segment", "exclude", "time", "signal", "chdir", "output", "open-mode", "dependency", "kill-on-invalid-dep"),
+    *(
+        "exclusive",
+        "requeue",
+        "no-requeue",
+        "array",
+        "wrap",
+        "ntasks",
+        "error",
+        "export",
+        "test-only",
+        "wait",
+        "parsable",
+        "hold",
+    ),
+}
+
+
 class Fabric(Enum):
     tcp = "tcp"  # sockets alone: one machine, or Ethernet without RDMA
     infiniband = "infiniband"
@@ -156,6 +179,10 @@ def _without_effect(cluster: ClusterConfig) -> Iterator[str]:
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             yield f"cluster.environment: {name!r} is no name of a variable"
+        elif name in OWN or name.startswith("SLURM_"):
+            yield f"cluster.environment.{name}: the job's script has one of its own; leave it out"
     for option in cluster.options:
         if not re.fullmatch(r"--?[a-z][\w-]*(=\S+)?", option):
             yield f"cluster.options: {option!r} is no option of sbatch; give it as --NAME=VALUE"
+        elif (name := option.lstrip("-").partition("=")[0]) in DECIDED:
+            yield f"cluster.options: {option!r}: --{name} is decided by k3 submit; set it by its own key, or leave it out"

@@ -189,10 +189,7 @@ def test_a_checkpoint_that_is_not_its_models_is_refused(tmp_path, capsys):
     assert k3("import", f"published={FOLDER}", f"out={tmp_path / 'ours'}") == 0
     state = json.loads((tmp_path / "ours/state.json").read_text())
     for change, says in (
-        (
-            lambda s: s["model"].update(hidden_size=64),
-            "model.embedding.weight: torch.float32 [256, 32], and its model has [256, 64]",
-        ),
+        (lambda s: s["model"].update(hidden_size=128), "torch.float32 [256, 64], and its model has [256, 128]"),
         (lambda s: s.pop("step"), "state.json is damaged"),
         (lambda s: s["files"].update(x="y"), "state.json is damaged"),
         (lambda s: s.update(released={}), "state.json is damaged"),
