@@ -32,7 +32,8 @@ def interpreter(tmp_path: Path, *, fits: bool, body: str = "") -> Path:
 
 
 def install(clone: Path, python: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHON": str(python)}
+    env = {**os.environ, "PYTHON": str(python)}
+    env.pop("EXTRAS", None)  # what this environment was installed with
     return subprocess.run(["./install.sh"], cwd=clone, env=env, capture_output=True, text=True, timeout=60)
 
 

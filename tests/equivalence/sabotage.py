@@ -106,7 +106,7 @@ def mla_leaks() -> None:
     def change(attention: Any, *args: Any, document_starts: Tensor, **options: Any) -> Any:
         return attention(*args, document_starts=_without_last_start(document_starts), **options)
 
-    _around(k3.mla, "attention", change)
+    _around(k3.builder, "attention", change)
 
 
 def recomputed() -> None:

@@ -19,7 +19,7 @@ SIZES = ("model=tiny", "data.seq_length=32", "data.batch_size=4", "data.micro_ba
 def words(home: Path, run: str, *more: str) -> list[str]:
     """The command line of a small run in `home/run`, on the corpus of `home`, without W&B unless `more` says so."""
     where = (f"data.corpus={home / 'corpus'}", f"data.cache={home / 'cache'}", f"run.dir={home / run}", "wandb.mode=disabled")
-    return [*SIZES, *where, *more]
+    return list({word.partition("=")[0]: word for word in (*SIZES, *where, *more)}.values())  # the last one of a key
 
 
 def do(home: Path, run: str, *more: str) -> tuple[int, Path]:
