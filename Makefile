@@ -27,7 +27,7 @@ test: install
 
 # pytest exits with 5 where nothing is selected
 test-slow: install
-	$(PYTEST) -m slow $(ARGS) || test $$? -eq 5
+	$(PYTEST) -n 2 --dist loadfile -m slow $(ARGS) || test $$? -eq 5
 
 lint: install
 	.venv/bin/ruff check .

@@ -40,7 +40,8 @@ def at_home(home: Path, cluster: Loopback, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def words(run: str, *more: str) -> list[str]:
-    return [*CLUSTER, *SIZES, *QUIET, "data.corpus=corpus", "data.cache=cache", f"run.dir=runs/{run}", *more]
+    typed = [*CLUSTER, *SIZES, *QUIET, "data.corpus=corpus", "data.cache=cache", f"run.dir=runs/{run}", *more]
+    return list({word.partition("=")[0]: word for word in typed}.values())  # the last one of a key
 
 
 def submit(run: str, *more: str) -> list[int]:
