@@ -166,7 +166,8 @@ def _dispatch(words: list[str], *, entry: bool) -> int:
     if any(word in ("-h", "--help") for word in rest):
         return _help([name])
     verb = VERBS[name]
-    _refuse_repeated(rest)
+    if name != "completion":  # whose words are those of another command, as they are typed
+        _refuse_repeated(rest)
     if verb.trains and entry and "--cfg" not in rest:
         from recipes import launch
 
