@@ -43,7 +43,7 @@ _ADVICE = "use another generator or other tasks.parameters"
 
 
 def own_score(task: Task, answer: str) -> float:
-    """reasoning-gym's own judgement, 0..1, of an answer to a generator's task. May raise or hang: it parses what a model wrote."""
+    """reasoning-gym's own judgement (0..1) of an answer to a task. May raise or hang: it parses what a model wrote."""
     given = task.metadata
     dataset = _dataset(given["generator"], json.dumps(given["parameters"], sort_keys=True))
     return float(dataset.score_answer(answer, dataset[given["index"]]))

@@ -109,7 +109,7 @@ def test_own_score_judges_equal_forms() -> None:
             {"parameters": {"gcd": {"max_valeu": 3}}},
             "tasks.parameters.gcd.max_valeu: no such parameter; the nearest is max_value",
         ),
-        ({"parameters": {"gcd": {"max_value": 0}}}, "tasks.parameters.gcd.max_value=0: reasoning-gym refuses"),
+        ({"parameters": {"gcd": {"max_value": 0}}}, "reasoning-gym refuses: max_value must be > min_value"),
         ({"parameters": {"lcm": {"max_value": 9}}}, "tasks.parameters.lcm: not among tasks.generators"),
         ({"parameters": {"gcd": {"seed": 9}}}, "tasks.parameters.gcd.seed: is chosen for you"),
         ({"preset": "tiny"}, "tasks.preset=tiny: no such preset; there are small and null"),
