@@ -27,6 +27,10 @@ if missing := host.available():  # Linux with user namespaces, or root; elsewher
     pytest.skip(f"no sandbox here: {missing}", allow_module_level=True)
 
 
+def others_can_read(folder: str) -> bool:
+    return all(path.stat().st_mode & 1 for path in (Path(folder).resolve(), *Path(folder).resolve().parents))
+
+
 def attack(name: str, request: Any = None, limits: Limits = QUICK) -> Outcome:
     return host.run(f"{ATTACKS}:{name}", request, limits)
 
@@ -200,3 +204,32 @@ def test_it_ends_with_its_caller() -> None:
         caller.send_signal(signal.SIGKILL)
         caller.wait()
     assert psutil.wait_procs(inside, timeout=10)[1] == []
+
+
+def test_where_no_namespace_can_be_made_it_says_so() -> None:
+    root = ATTACKS.parents[3]
+    entry = f"{ATTACKS}:sandbox_in_the_sandbox"  # whose filter refuses new namespaces, as that of a container does
+    (missing,) = host.run(entry, None, QUICK, paths=[str(root / "recipes")], search=[str(root)]).value
+    assert "unshare" in missing and "a container needs" in missing
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not others_can_read(sys.base_prefix), reason="needs root and a Python that others can read"
+)
+def test_root_of_a_container_without_rights_is_bound_too() -> None:
+    """Without CAP_SYS_ADMIN root becomes nobody before it makes its namespaces."""
+    code = f"""
+import ctypes, os, sys
+if len(sys.argv) == 1:
+    ctypes.CDLL(None).prctl(24, 21, 0, 0, 0)  # PR_CAPBSET_DROP, CAP_SYS_ADMIN
+    os.execv(sys.executable, [sys.executable, __file__, "again"])
+from recipes.sandbox import host
+print([host.run("{ATTACKS}:" + name, 0, host.Limits()).problem for name in ("fine", "fork_bomb")])
+"""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(code)
+        file.flush()
+        done = subprocess.run(
+            [sys.executable, file.name], capture_output=True, text=True, env={"PYTHONPATH": str(ATTACKS.parents[3])}
+        )
+    assert done.stdout.strip() == "[None, 'processes']", done.stderr
