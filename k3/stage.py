@@ -19,7 +19,7 @@ from k3.context import Context
 from k3.layer import Layer, MTPLayer
 from k3.linear import Embedding, RMSNorm
 from k3.recompute import saving
-from k3.residual import ReadBlocks, ReadRunningSum, Rows
+from k3.residual import ReadBlocks, ReadRunningSum, Rows, Untouched
 from kernels import documents
 from parallel.context import stretch
 from parallel.cross_entropy import cross_entropy
@@ -82,6 +82,8 @@ class Stage(MegatronModule):
         """tokens [B, T] int64 -> logits [B, T, V], or with labels losses [1 + M, B, T / context ranks], zero where not counted;
         on all stages but the last, what goes to the next one, [(n + 1) T, B, d].
 
+        With a loss_mask of one row the MTP layers take no part: losses [1, B, T / context ranks], and their gradients are zero.
+
         Every rank is given the same whole rows; losses are those of a context rank's own stretch of tokens.
         document_starts bool [B, T], true at each document's first token (None: one document a row).
         labels [B, T]: the token after each position. loss_mask bool [1 + M, B, T]: which positions count, row m for the target
@@ -109,8 +111,12 @@ class Stage(MegatronModule):
             return self._whole(self._logits(self.norm, state))[:, :t]
         if loss_mask is None:
             loss_mask = default_loss_mask(starts, 1 + self.k3.mtp_layers)
+        depth = loss_mask.shape[0] - 1
+        if depth < self.k3.mtp_layers and torch.is_grad_enabled():
+            unused = [*self.mtp.parameters(), *(() if self.is_first else self.embedding.parameters())]
+            state = Untouched.apply(state, *unused)
         losses = [self._losses(self.norm, state, labels, loss_mask[0])]
-        for m, layer in enumerate(self.mtp):
+        for m, layer in enumerate(self.mtp if depth else ()):
             assert isinstance(layer, MTPLayer)
             # position t reads the embedding of token t + m + 1 and predicts token t + m + 2
             state = layer(state, self.embedding(self._own(_ahead(labels, m))), context)
@@ -177,7 +183,7 @@ class Stage(MegatronModule):
             b, t = tokens.shape
             raise ValueError(f"{b} rows of {t} tokens are {own} a rank; the low precision takes multiples of {self.grid}")
         horizon = 1 + self.k3.mtp_layers
-        if loss_mask is not None and tuple(loss_mask.shape) != (horizon, *tokens.shape):
+        if loss_mask is not None and (loss_mask.shape[1:] != tokens.shape or loss_mask.shape[0] not in (1, horizon)):
             raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; give {(horizon, *tokens.shape)}, one row a target")
 
 

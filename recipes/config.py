@@ -125,6 +125,7 @@ class SubmitConfig:
 
 @dataclass
 class Config:
+    phase: str = "pretrain"  # the verb, which sets it
     model: K3Config = field(default_factory=nano)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -31,6 +31,15 @@ class Objective:
         """How many tokens ahead the targets reach: 1 + the number of MTP layers."""
         return len(self.weights)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `total` gives, under the names that metrics have."""
+        return ("loss", *(f"mtp_loss/{depth}" for depth in range(1, self.horizon)))
+
+    def yardstick(self, losses: Sequence[float]) -> float | None:
+        """Of `total`'s values the one that must not spike; None: none is a measure of health."""
+        return losses[0]
+
     def denominators(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Counted targets of the global batch for each loss, [1 + M] float64, at least 1 each."""
         counts = torch.stack([batch.loss_mask.sum(dim=(1, 2)) for batch in micro_batches]).sum(0)
@@ -51,8 +60,11 @@ class Objective:
             share=batch.tokens.numel() * self.world.data_size / step_tokens,
         )
 
-    def share(self, losses: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
-        """One micro-batch's share of the step: (the scalar to differentiate, its parts [1 + M] for the report)."""
+    def share(self, losses: Tensor, denominators: Tensor, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
+        """One micro-batch's share of the step: (the scalar to differentiate, its parts [1 + M] for the report).
+
+        batch: what the losses are of, for objectives that weigh tokens.
+        """
         parts = losses.sum(dim=(1, 2)) / denominators.to(losses)
         weights = torch.tensor(self.weights, dtype=losses.dtype, device=losses.device)
         return (parts * weights).sum(), parts.detach()

@@ -31,7 +31,7 @@ class StepResult:
     """One finished step. Callbacks read it, and add what they measure to `metrics` (flat names, JSON values)."""
 
     step: int  # from 1
-    losses: list[float]  # nats: next token, then each MTP layer
+    losses: list[float]  # what the objective's `names` say: the next token's in nats, then each MTP layer's
     tokens: int  # of this step, over all data ranks
     sequences: int  # as many, in rows
     seconds: float
@@ -134,11 +134,11 @@ class Trainer:
             self.model,
             batch.micro_batches,
             lambda stage, micro: self.objective.forward(stage, micro, batch.tokens),
-            lambda _, losses: self.objective.share(losses, denominators),
+            lambda micro, losses: self.objective.share(losses, denominators, micro),
         )
         self._each("gradients")
         losses = self.objective.total(shares)
-        report = self.optimizer.step(finite=all(map(math.isfinite, losses)), loss=losses[0])
+        report = self.optimizer.step(finite=all(map(math.isfinite, losses)), loss=self.objective.yardstick(losses))
         seconds = time.perf_counter() - began
         done = self.progress
         done.step += 1
