@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # raise it when this code writes other files from the same corpus
+FORMAT = 2  # raise it when this code writes other files from the same corpus
 SPLITS = ("train", "heldout")
 _MANIFEST = "manifest.json"
 _TOKENIZER = "tokenizer.json"
