@@ -61,7 +61,7 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain", *, after: K3Co
         _begin(cfg, words, after)
     if job == "submit":
         place(cfg)
-    check(cfg, elsewhere=job == "submit")
+    check(cfg, elsewhere=job == "submit", job=job)
     if job in ("pretrain", "submit"):
         check_training(cfg)
     if job == "estimate":
