@@ -65,7 +65,7 @@ class Stage(MegatronModule):
         if self.is_last:
             self.output_residual = ReadBlocks(build.megatron) if config.residual is Residual.attnres else ReadRunningSum()
             self.norm = build.norm("norm", config.hidden_size)
-            self.head = build.column("head", config.hidden_size, config.vocab_size)
+            self.head: Any = build.column("head", config.hidden_size, config.vocab_size)
             self.mtp = nn.ModuleList(MTPLayer(config, build.at("mtp", i), activations) for i in range(config.mtp_layers))
 
     def set_input_tensor(self, tensors: Sequence[Tensor | None]) -> None:

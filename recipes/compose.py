@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from k3.config import K3Config
 from parallel.config import data_parallel_size
 from recipes import processes
-from recipes.coming import Coming
+from recipes.coming import Coming, tokenizer_beside
 from recipes.config import CONF, GROUPS, JOBS, SUBMITTING, Config, is_group, leaves
 from recipes.errors import UserError, first_line, suggestion
 from recipes.overrides import explain, judge, owner_of
@@ -68,7 +68,7 @@ def compose(
         _begin(cfg, words, after)
     if job == "submit":
         place(cfg)
-    check(cfg, elsewhere=job == "submit")
+    check(cfg, elsewhere=job == "submit", job=phase if job == "submit" else job)
     if job in (*PHASES, "submit"):
         check_training(cfg)
     if job == "estimate":
@@ -223,6 +223,10 @@ def _begin(cfg: Config, words: Sequence[Override], after: K3Config | None) -> No
             if word.key_or_group.startswith("model."):
                 _set(cfg, word.key_or_group, value[word.key_or_group])
     opened.check(cfg.model)
+    if cfg.data.tokenizer == "train" and not any(word.key_or_group == "data.tokenizer" for word in words):
+        theirs = tokenizer_beside(Path(cfg.run.init))
+        if after is not None or theirs.is_file():
+            cfg.data.tokenizer = str(theirs)
 
 
 def _initial(path: Path) -> Initial:

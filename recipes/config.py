@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig
+from data.tasks.config import TasksConfig
 from k3.activations import OPTIONS as ACTIVATIONS
 from k3.activations import ActivationConfig
 from k3.config import K3Config
 from k3.presets import PRESETS, nano
+from k3.qat import Qat, QatConfig
 from optim.config import MuonConfig, OptimConfig, OptimizerName
 from parallel.config import ParallelConfig
 from recipes.gpus import EstimateConfig, Gpu
+from recipes.rl.config import DistillConfig, RlConfig
 from slurm.config import ClusterConfig
 
 CONF = Path(__file__).parent / "conf"
@@ -32,11 +35,6 @@ class Precision(Enum):
     fp64 = "fp64"  # for proofs
     fp8 = "fp8"  # bf16, the cards' low-precision products in fp8 block scaling: Hopper with Transformer Engine
     mxfp8 = "mxfp8"  # the same in MXFP8: Blackwell with Transformer Engine
-
-
-class Qat(Enum):
-    none = "none"
-    mxfp4 = "mxfp4"  # weights MXFP4, activations MXFP8: the phases after pretraining (report 4.1.4)
 
 
 class Device(Enum):
@@ -132,7 +130,10 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    qat: Qat = Qat.none
+    qat: QatConfig = field(default_factory=QatConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -152,10 +153,14 @@ SUBMITTING = ("nodes", "chain", "cluster", "submit")
 # which sections each job reads; its words may set no others
 JOBS: dict[str, tuple[str, ...]] = {
     "pretrain": ("recipe", *TRAINING),
+    "extend": ("recipe", *TRAINING),
+    "sft": ("recipe", *TRAINING, "tasks"),
+    "rl": ("recipe", *TRAINING, "tasks", "rl"),
+    "distill": ("recipe", *TRAINING, "tasks", "rl", "distill"),
     "submit": ("recipe", *TRAINING, *SUBMITTING),
-    "prove": ("recipe", "model", "optim", "parallel", "activations", "prove"),
+    "prove": ("phase", "recipe", "model", "optim", "parallel", "activations", "qat", "prove"),
     "estimate": (
-        "recipe", "model", "optim", "parallel", "activations", "precision", "data", "gpu", "gpus", "search", "estimate",
+        "recipe", "model", "optim", "parallel", "activations", "precision", "qat", "data", "gpu", "gpus", "search", "estimate",
     ),
 }  # fmt: skip
 
@@ -179,6 +184,7 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
         "muonclip": partial(OptimConfig, muon=MuonConfig(per_head=False)),  # as Kimi K2 was trained: whole matrices, and QK-Clip
     },
     "precision": {name.name: partial(PrecisionConfig, name=name) for name in Precision},
+    "qat": {name.name: partial(QatConfig, name=name) for name in Qat},
     "parallel": {
         "single": ParallelConfig,
         "tensor": partial(ParallelConfig, tp=2),

@@ -24,11 +24,10 @@ from typing import IO, Any
 
 from parallel import checkpoint
 from parallel.config import ParallelConfig
+from recipes.coming import TOKENIZER
 from recipes.compose import CONFIG_FILE, leaves, load_resolved, save_resolved
 from recipes.config import Config
 from recipes.errors import UserError, shown
-
-TOKENIZER = "tokenizer.json"
 
 LAYOUT = {*(f"parallel.{item.name}" for item in fields(ParallelConfig)), "data.micro_batch_size"}
 # What a resume may change. Everything else, `run.steps` included (the learning-rate schedule spans it), decides the numbers,

@@ -27,6 +27,7 @@ from recipes import processes
 from recipes.assemble import DTYPES, Parts, assemble
 from recipes.callbacks.checkpoints import restore
 from recipes.code_version import code_version
+from recipes.coming import TOKENIZER
 from recipes.compose import sections
 from recipes.config import Config, WandbMode
 from recipes.console import console, say, show_logs
@@ -36,7 +37,7 @@ from recipes.initial import Initial, initial
 from recipes.interrupts import Interrupts
 from recipes.phases import open_phase
 from recipes.precision import low_precision
-from recipes.run_folder import TOKENIZER, RunFolder, cut_metrics, open_run
+from recipes.run_folder import RunFolder, cut_metrics, open_run
 from recipes.summary import sizes
 from recipes.trainer import TrainingError
 
@@ -154,6 +155,7 @@ def build(cfg: Config, world: World, weights: Initial | None = None) -> Parts:
         steps=cfg.run.steps,
         activations=cfg.activations,
         low_precision=low_precision(cfg.precision.name),
+        qat=cfg.qat,
         weights=weights.weights if weights else None,
     )
     if weights:

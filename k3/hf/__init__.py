@@ -25,6 +25,7 @@ from k3.hf.pieces import Piece, Region, Released, Sink, Source
 from k3.hf.stored import Stored
 from k3.model import Model
 from k3.origin import Origin
+from k3.qat import QatConfig
 from parallel.world import World
 
 __all__ = [
@@ -33,16 +34,21 @@ __all__ = [
 ]  # fmt: skip
 
 
-def load(path: str | os.PathLike[str], dtype: torch.dtype | None = None, world: World | None = None) -> Model:
+def load(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    world: World | None = None,
+    qat: QatConfig | None = None,
+) -> Model:
     """The model in folder `path`, of which each rank of `world` reads its own part; all must see the folder.
 
     `dtype` None takes the embedding's; tensors that the release keeps in float32 are float32 under bfloat16. Packed weights are
     dequantised exactly, their scales kept beside them (`Model.origin`), so that a save can pack them to the same bytes. Vision
     tensors are named in the log and left. Raises CheckpointError for missing, extra, misshapen or mistyped tensors and damaged
-    files, and ConfigError for a config.json that this stack cannot represent.
+    files, and ConfigError for a config.json that this stack cannot represent. `qat`: as k3.build.
     """
     stored = Stored(Path(path), dtype)
-    model = build(stored.config, world, dtype=dtype or stored.stored_dtype, draw_values=False)
+    model = build(stored.config, world, dtype=dtype or stored.stored_dtype, qat=qat, draw_values=False)
     model.origin = stored.origin
     if model.world.rank == 0:
         stored.say()

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 # verb -> what it does, for `k3 --help`; each has its defaults in recipes/conf/VERB.yaml
 PHASES: Mapping[str, str] = {
     "pretrain": "train a model from scratch on text",
+    "extend": "go on with longer rows: long documents and retrieval across them, nothing of positions to change",
+    "sft": "fine-tune on conversations, the answers alone counted",
+    "rl": "reinforce what earns rewards that a program can check",
+    "distill": "teach one model on its own answers what several experts would have said",
 }
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from k3.activations import Save
+from k3.qat import Qat
 from optim.config import Offload
 from parallel.config import sequence_parallel, world_size
 from parallel.stages import group_size, split_layers
@@ -40,6 +41,8 @@ def heading(cfg: Config) -> Iterator[str]:
         yield "            one process compared with itself: give parallel sizes, such as parallel.tp=2"
     if again := [f.name for f in dataclasses.fields(cfg.activations) if getattr(cfg.activations, f.name) is Save.recompute]:
         yield f"recomputed  {', '.join(again)}; in the single process nothing"
+    if cfg.qat.name is not Qat.none:
+        yield f"quantised   routed experts: weights MXFP4, what enters their products MXFP8, scale rule {cfg.qat.rule.name}"
     yield (
         f"batch       {b.steps} steps of {b.accumulation} x {b.batch} rows of {b.length} tokens, documents: {b.documents.name}, "
         f"padding: {shown(b.padding)}, seed {b.seed}; {b.dtype.name}"

@@ -38,7 +38,7 @@ def on_rank(cfg: Config, traffic: bool = True) -> Trace | None:
     world = parallel.start(cfg.parallel, "cpu")
     parts = assemble(
         cfg.model, cfg.optim, world, dtype=DTYPES[prove.dtype], seed=prove.seed, steps=prove.steps,
-        activations=cfg.activations, prepare=lambda model: randomise(model, prove.seed),
+        activations=cfg.activations, qat=cfg.qat, prepare=lambda model: randomise(model, prove.seed),
     )  # fmt: skip
     horizon = parts.objective.horizon
     stream = Batches(prove, cfg.model.vocab_size, horizon, rank=world.data_rank, of=world.data_size)

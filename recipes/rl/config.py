@@ -36,6 +36,7 @@ class RlConfig:
     tau: float = 0.01  # weight of the squared log-ratio, which holds each token near the policy that drew it
     effort: Effort = Effort.none  # stated in every prompt
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    slots: int = 64  # trajectories that one data rank goes on with at once; more wait for a place
     rewards: list[str] = field(default_factory=lambda: ["exact"])  # plug-ins, whose scores are added
 
 
@@ -71,7 +72,7 @@ def teachers(cfg: DistillConfig) -> list[Teacher]:
 
 def refusals(r: RlConfig) -> Iterator[tuple[str, Any, str]]:
     """(key, value, what is wrong and the fix)."""
-    for name, least in (("prompts", 1), ("samples", 2), ("max_new_tokens", 1)):
+    for name, least in (("prompts", 1), ("samples", 2), ("max_new_tokens", 1), ("slots", 1)):
         if (value := getattr(r, name)) < least:
             why = "; a group's mean is what its trajectories are compared with" if name == "samples" else ""
             yield f"rl.{name}", value, f"must be at least {least}{why}"
