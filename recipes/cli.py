@@ -66,6 +66,7 @@ BENCHES = {
     "owners": Bench("recipes.bench_owners:run"),
     "offload": Bench("recipes.bench_offload:run"),
     "start": Bench("recipes.bench_start:run"),
+    "length": Bench("recipes.bench_length:run", ("lengths",)),
     "checkpoint": Bench("recipes.bench_checkpoint:run", ("gib", "folder")),
     "faults": Bench("recipes.bench_faults:run", ("n", "precision", "seed", "start")),
 }
