@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from math import gcd
 
 from data.errors import DataError
@@ -17,6 +18,27 @@ class RampConfig:
     start: int | None = None  # sequences of the first step; null: data.batch_size from the beginning
     increment: int | None = None  # sequences by which the batch grows at a time; null: data.ramp.start
     samples: int = 0  # sequences over which it grows; each size gets an equal share of them
+
+
+class ChatMode(Enum):
+    thinking = "thinking"  # each assistant message begins with its reasoning, kept in the history even where it is empty
+    instruct = "instruct"  # no reasoning
+
+
+class TooLong(Enum):
+    drop = "drop"  # leave the conversation out
+    truncate = "truncate"  # keep its beginning
+    refuse = "refuse"  # stop
+
+
+@dataclass
+class ChatConfig:
+    """Conversations to fine-tune on (docs/chat.md); read by the phases after pretraining."""
+
+    path: str | None = None  # a .jsonl of conversations or a folder of them
+    heldout: str | None = None  # conversations to evaluate on; null: data.heldout_fraction of data.chat.path, by their questions
+    mode: ChatMode = ChatMode.thinking
+    too_long: TooLong = TooLong.drop  # what happens to a conversation of more than data.seq_length + 1 tokens
 
 
 @dataclass
@@ -43,6 +65,7 @@ class DataConfig:
     heldout_fraction: float = 0.05  # of the files
     heldout_tokens: int = 65536  # the fixed evaluation set, drawn across all held-out files
     seed: int = 0  # order of documents
+    chat: ChatConfig = field(default_factory=ChatConfig)
 
 
 def batch_sizes(cfg: DataConfig) -> list[int]:
