@@ -50,7 +50,7 @@ def compose(
     `run.init` by the time of the run; None: it is there now. Raises UserError.
     """
     words, base = [judge(word) for word in overrides], []
-    phase = phase or (job if job in PHASES else "pretrain")
+    phase = phase or (job if job in PHASES else _typed_phase(words))
     reads = JOBS[phase] + SUBMITTING if job == "submit" else JOBS[job]
     for word in words:
         if (section := word.key_or_group.split(".", 1)[0]) not in reads:
@@ -81,6 +81,14 @@ def compose(
         _refuse_idle(cfg, words, job, base)
     _fill(cfg, job)
     return cfg
+
+
+def _typed_phase(words: Sequence[Override]) -> str:
+    """The phase that `phase=` names, for a job that is none itself."""
+    typed = [str(word.value()) for word in words if word.key_or_group == "phase"]
+    if typed and typed[-1] not in PHASES:
+        raise UserError(f"phase={typed[-1]}: no such phase{suggestion(typed[-1], PHASES)}; there are {', '.join(PHASES)}")
+    return typed[-1] if typed else "pretrain"
 
 
 def _refuse_idle(cfg: Config, words: Sequence[Override], job: str, base: Sequence[str]) -> None:

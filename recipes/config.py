@@ -23,6 +23,7 @@ from k3.qat import Qat, QatConfig
 from optim.config import MuonConfig, OptimConfig, OptimizerName
 from parallel.config import ParallelConfig
 from recipes.gpus import EstimateConfig, Gpu
+from recipes.rewards.config import RewardsConfig
 from recipes.rl.config import DistillConfig, RlConfig
 from slurm.config import ClusterConfig
 
@@ -115,6 +116,16 @@ class ProveConfig:
 
 
 @dataclass
+class ExamConfig:
+    max_new_tokens: int = 32  # of an answer to a held-out task
+
+
+@dataclass
+class SftConfig:
+    examples: int = 16384  # conversations that are made of tasks; data.chat.path gives others
+
+
+@dataclass
 class SubmitConfig:
     dry_run: bool = False  # print the script, write and submit nothing
     name: str | None = None  # of the job; null: that of the run folder
@@ -132,6 +143,9 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     qat: QatConfig = field(default_factory=QatConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    exam: ExamConfig = field(default_factory=ExamConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -154,9 +168,9 @@ SUBMITTING = ("nodes", "chain", "cluster", "submit")
 JOBS: dict[str, tuple[str, ...]] = {
     "pretrain": ("recipe", *TRAINING),
     "extend": ("recipe", *TRAINING),
-    "sft": ("recipe", *TRAINING, "tasks"),
-    "rl": ("recipe", *TRAINING, "tasks", "rl"),
-    "distill": ("recipe", *TRAINING, "tasks", "rl", "distill"),
+    "sft": ("recipe", *TRAINING, "tasks", "rewards", "exam", "sft"),
+    "rl": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl"),
+    "distill": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl", "distill"),
     "submit": ("recipe", *TRAINING, *SUBMITTING),
     "prove": ("phase", "recipe", "model", "optim", "parallel", "activations", "qat", "prove"),
     "estimate": (

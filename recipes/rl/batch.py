@@ -37,6 +37,7 @@ class Sampled:
     stale: int = 0  # of `tokens` the first so many were drawn in earlier steps
     advantage: float | None = None
     teacher: Sequence[float] | None = None  # one for each of `tokens`
+    teacher_prompt: Sequence[int] | None = None  # what the teacher was asked
 
     def __len__(self) -> int:
         """Places in a row: every token but the last predicts one."""

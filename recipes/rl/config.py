@@ -37,7 +37,6 @@ class RlConfig:
     effort: Effort = Effort.none  # stated in every prompt
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     slots: int = 64  # trajectories that one data rank goes on with at once; more wait for a place
-    rewards: list[str] = field(default_factory=lambda: ["exact"])  # plug-ins, whose scores are added
 
 
 @dataclass
@@ -85,5 +84,3 @@ def refusals(r: RlConfig) -> Iterator[tuple[str, Any, str]]:
     b = r.budget
     if b.start is not None and not 0 < b.end <= b.start:
         yield "rl.budget.end", b.end, f"must lie in (0, rl.budget.start={b.start}]"
-    if not r.rewards:
-        yield "rl.rewards", r.rewards, "names no reward; give [exact]"
