@@ -24,7 +24,7 @@ class Generator:
         """parameters: those that differ from reasoning-gym's own. Raises DataError for a name, parameter or value it refuses."""
         self.name, self.parameters = name, parameters
         self._dataset = _dataset(name, json.dumps(parameters, sort_keys=True))
-        self._own_score = "score_answer" in type(self._dataset).__dict__
+        self.own_score = "score_answer" in type(self._dataset).__dict__
         self.task(0)  # some have no single answer
 
     def task(self, index: int) -> Task:
@@ -35,7 +35,7 @@ class Generator:
         question, answer = item["question"], item["answer"]
         if not isinstance(question, str) or not isinstance(answer, str) or not answer.strip():
             raise DataError(f"tasks.generators={self.name}: instance {index} has no single answer in words; {_ADVICE}")
-        metadata = {"generator": self.name, "parameters": self.parameters, "index": index, "own_score": self._own_score}
+        metadata = {"generator": self.name, "parameters": self.parameters, "index": index, "own_score": self.own_score}
         return Task(f"{self.name}:{index}", question.strip(), answer.strip(), self.name, metadata)
 
 

@@ -28,6 +28,7 @@ _HELDOUT_KEY = 20260731  # draws of the held-out set: not tasks.seed, so that ac
 class _Source(Protocol):
     def train(self, turn: int) -> Task: ...
     def heldout(self, count: int) -> list[Task]: ...
+    def rewards(self) -> set[str]: ...
 
 
 class Tasks:
@@ -67,6 +68,10 @@ class Tasks:
             log.warning("tasks.heldout=%d: there are only %d such prompts; all are used", self._cfg.heldout, len(chosen))
         return chosen
 
+    def rewards(self) -> frozenset[str]:
+        """Rewards that tasks ask for by themselves; "own" where a generator scores by a rule of its own."""
+        return frozenset().union(*(source.rewards() for source in self._sources))
+
     def _name(self, number: int) -> str:
         names = self._cfg.generators
         return names[number] if number < len(names) else ""
@@ -99,6 +104,9 @@ class _Generated:
             fresh = 0 if len(found) > before else fresh + 1
         return list(found.values())
 
+    def rewards(self) -> set[str]:
+        return {"own"} if self._generator.own_score else set()
+
 
 def _draws(*key: int) -> list[int]:
     """_TRIES numbers below 2^31 that `key` sets, on every machine."""
@@ -120,3 +128,6 @@ class _Given:
 
     def heldout(self, count: int) -> list[Task]:
         return [self._held[i] for i in shuffled(len(self._held), _HELDOUT_KEY)[:count]]
+
+    def rewards(self) -> set[str]:
+        return {task.metadata["reward"] for task in [*self._train, *self._held] if "reward" in task.metadata}

@@ -41,6 +41,8 @@ def run(given: dict[str, Any], result: int) -> None:
     _watch(say, box, set(given["paths"]))
     try:
         function = load(given["function"])
+        if given["setup"] is not None:
+            function = function(given["setup"])
         if not given["serve"]:
             _call(function, given["request"], given["token"], say, refuse, me)
             return
@@ -106,7 +108,7 @@ def _watch(say: Callable[[dict[str, Any]], None], box: str, given: set[str]) -> 
         if not isinstance(path, str | bytes | os.PathLike):
             return False
         full = os.path.abspath(os.fsdecode(path))
-        return not full.startswith((box + "/", "/dev/null", "/dev/tty"))
+        return full != box and not full.startswith((box + "/", "/dev/null", "/dev/tty"))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _NETWORK:

@@ -1,7 +1,7 @@
 """Calls foreign functions in the sandbox: `run` for one call in a fresh process, `Served` for many in one that stays.
 
-Whatever the code does, the caller gets an Outcome: a value, or a problem of one kind. Nothing of the sandbox is left when a call of
-`run` or `Served.close` returns: no process, no file.
+Whatever the code does, the caller gets an Outcome: a value, or a problem of one kind. Nothing of the sandbox is left, no process
+and no file, when `run` or `Served.close` returns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from typing import Any
 
 from recipes.sandbox import filter
 from recipes.sandbox.start import BROKEN_WALL
+from recipes.sandbox.walls import BOX
 
 PROBLEMS = ("timeout", "memory", "processes", "network", "files", "signals", "output", "crash")
 _ROOT = Path(__file__).parents[2]
 _GRACE = 5.0  # seconds for the kernel to end everything in a sandbox
 _MOST_RESULT = 1 << 20  # bytes that a call may return
 _KEPT = 2000  # bytes of what it prints that are kept
+
+
+_HINT = "a container needs CAP_SYS_ADMIN or user namespaces: user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1"
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def available() -> list[str]:
     try:
         outcome = run("recipes.sandbox.probe:look", None, Limits(seconds=30), search=[str(_ROOT)], paths=[str(_ROOT / "recipes")])
     except Broken as error:
-        return [f"{error} (a container needs CAP_SYS_ADMIN or user namespaces: kernel.unprivileged_userns_clone=1, user.max_user_namespaces>0)"]
+        return [f"{error} ({_HINT})"]
     if outcome.problem:
         return [f"a sandbox that works: {outcome.problem}: {outcome.detail}"]
     return list(outcome.value)
@@ -82,31 +86,34 @@ def _python() -> list[str]:
 def site_folders() -> list[str]:
     """Where installed packages lie."""
     known = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    return [p for p in dict.fromkeys([*sys.path, *known]) if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)]
+    return [
+        p
+        for p in dict.fromkeys([*sys.path, *known])
+        if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)
+    ]
 
 
 class _Process:
-    def __init__(self, given: dict[str, Any], limits: Limits, *, walls: bool):
+    def __init__(self, given: dict[str, Any], limits: Limits):
         self._limits = limits
         self._heard, self._printed, self._tail = b"", 0, b""
         self.notes: list[list[str]] = []
         from_caller, self._caller = os.pipe()
         self._result, to_caller = os.pipe()
         self._output, printed = os.pipe()
-        home = "/box" if walls else given["box"]
         environment = {
-            "PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1",
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLCONFIGDIR": home,
+            "PATH": "/usr/bin:/bin", "HOME": BOX, "TMPDIR": BOX, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1",
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLCONFIGDIR": BOX,
         }  # fmt: skip
         command = [sys.executable, "-S", "-P", "-B", str(Path(__file__).with_name("start.py"))]
         self.process = subprocess.Popen(
             [*command, str(from_caller), str(to_caller), str(_ROOT)],
             stdin=subprocess.PIPE, stdout=printed, stderr=printed, env=environment, start_new_session=True,
-            cwd="/" if walls else home, pass_fds=(from_caller, to_caller),
+            cwd="/", pass_fds=(from_caller, to_caller),
         )  # fmt: skip
         for descriptor in (from_caller, to_caller, printed):
             os.close(descriptor)
-        text = json.dumps({**given, "limits": asdict(limits), "walls": walls}).encode()
+        text = json.dumps({**given, "limits": asdict(limits)}).encode()
         self._send(self._caller, len(text).to_bytes(8, "big") + text)
 
     def _send(self, descriptor: int, data: bytes) -> None:
@@ -212,17 +219,26 @@ def _given(function: str, paths: Sequence[str], search: Sequence[str], **more: A
     place = function.rpartition(":")[0]
     own = [os.path.realpath(place)] if place.endswith(".py") else []
     visible = {*_python(), *map(os.path.abspath, paths), *own, *([os.path.abspath(place)] if own else [])}
-    return {"function": function, "paths": sorted(visible), "search": [*search, *site_folders()], "box": "/box", **more}
+    return {"function": function, "paths": sorted(visible), "search": [*search, *site_folders()], "box": BOX, **more}
 
 
-def run(function: str, request: Any, limits: Limits, *, paths: Sequence[str] = (), search: Sequence[str] = ()) -> Outcome:
+def run(
+    function: str,
+    request: Any,
+    limits: Limits,
+    *,
+    paths: Sequence[str] = (),
+    search: Sequence[str] = (),
+    setup: str | None = None,
+) -> Outcome:
     """`function` (`module:name` or `/folder/file.py:name`) of `request`, which like the result is JSON, in a sandbox of its own.
 
-    paths: files and folders it may read. search: of those, where to look for modules. Raises Broken.
+    paths: files and folders it may read. search: of those, where to look for modules. setup: `function` is called with it first,
+    and what that returns is the function. Raises Broken.
     """
     token = secrets.token_hex(16)
     deadline = time.monotonic() + limits.seconds
-    process = _Process(_given(function, paths, search, serve=False, request=request, token=token), limits, walls=True)
+    process = _Process(_given(function, paths, search, serve=False, setup=setup, request=request, token=token), limits)
     try:
         return process.answer(token, deadline)
     finally:
@@ -232,8 +248,17 @@ def run(function: str, request: Any, limits: Limits, *, paths: Sequence[str] = (
 class Served:
     """A function in a sandbox that stays, for many calls. After a problem that leaves it unusable it starts again by itself."""
 
-    def __init__(self, function: str, limits: Limits, *, paths: Sequence[str] = (), search: Sequence[str] = (), start_seconds: float = 60):
-        self._given = _given(function, paths, search, serve=True)
+    def __init__(
+        self,
+        function: str,
+        limits: Limits,
+        *,
+        paths: Sequence[str] = (),
+        search: Sequence[str] = (),
+        setup: str | None = None,
+        start_seconds: float = 120,
+    ):
+        self._given = _given(function, paths, search, serve=True, setup=setup)
         self._limits, self._start_seconds = limits, start_seconds
         self._process: _Process | None = None
         self._ready = False
@@ -241,7 +266,7 @@ class Served:
     def start(self) -> None:
         """Begins to load the function; the first call waits for it."""
         if self._process is None:
-            self._process, self._ready = _Process(self._given, self._limits, walls=True), False
+            self._process, self._ready = _Process(self._given, self._limits), False
 
     def call(self, request: Any) -> Outcome:
         """Raises Broken."""

@@ -24,11 +24,9 @@ def main() -> NoReturn:
     given = json.loads(_exactly(caller, size))
     from recipes.sandbox import walls
 
-    walled = given["walls"]
     try:
         walls.offer_to_oom()
-        if walled:
-            walls.separate()
+        walls.separate()
     except OSError as error:
         _broken(error)
     started, go = os.pipe()
@@ -82,10 +80,9 @@ def _init(given: dict[str, Any], started: int, result: int) -> NoReturn:
     machine = os.uname().machine
     try:
         walls.die_with_parent()
-        if given["walls"]:
-            walls.enclose(given["paths"], given["limits"]["disk_mb"], machine)
-            walls.drop(machine)
-            walls.die_with_parent()  # the change of user has undone it
+        walls.enclose(given["paths"], given["limits"]["disk_mb"], machine)
+        walls.drop(machine)
+        walls.die_with_parent()  # the change of user has undone it
         walls.limit(given["limits"])
     except OSError as error:
         _broken(error)
@@ -96,8 +93,7 @@ def _init(given: dict[str, Any], started: int, result: int) -> NoReturn:
     child = os.fork()
     if child == 0:
         try:
-            if given["walls"]:
-                filter.apply()
+            filter.apply()
         except OSError as error:
             _broken(error)
         guest.run(given, result)

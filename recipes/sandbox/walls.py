@@ -149,7 +149,6 @@ def limit(limits: dict[str, Any]) -> None:
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
-    os.nice(5)
 
 
 def offer_to_oom() -> None:
