@@ -12,6 +12,7 @@ from k3.builder import Builder
 from k3.config import K3Config
 from k3.layout import row_plan
 from k3.origin import Origin
+from k3.qat import QatConfig
 from k3.quantised import fixed
 from k3.stage import Stage
 from parallel.rows import RowBank
@@ -28,6 +29,7 @@ class Model(nn.Module):
     def __init__(self, config: K3Config, build: Builder, activations: ActivationConfig):
         super().__init__()
         self.k3, self.world = config, build.world
+        self.qat = build.qat or QatConfig()
         world = build.world
         layers = split_layers(config.layers, world.config)
         self.rows = RowBank(row_plan(config, world.config))

@@ -104,7 +104,7 @@ VERBS = {
     "export": Verb(
         "write a checkpoint, whatever layout it is from, as a published folder",
         "recipes.export:run",
-        usage="run_or_checkpoint=PATH out=FOLDER [quantise=mxfp4|none] [passthrough=FOLDER_OR_IMPORT]",
+        usage="run_or_checkpoint=PATH out=FOLDER [quantise=mxfp4|none] [rule=rceil|floor] [passthrough=FOLDER_OR_IMPORT]",
     ),
     "bench": Verb(
         "measure this machine; without a name, everything",
