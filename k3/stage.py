@@ -7,6 +7,7 @@ Hidden states are [T, B, d], as megatron-core's sequence-parallel operations wan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -12,7 +12,6 @@ from data.tokenizer import Tokenizer
 from recipes.rewards.judge import Completion, Judge, Verdict
 from recipes.rl.config import Effort
 
-
 EVERY = "*"  # all domains
 
 
@@ -46,7 +45,7 @@ class Dialogue:
     def prompt(self, task: Task, effort: Effort) -> list[int]:
         """Up to where the model goes on: options, the question, and the opening of its first channel."""
         rendered = chat.render(self.question(task, effort), mode=self.mode, generation=True)
-        return rendered.encode(self.tokenizer)[0]
+        return rendered.encode(self.tokenizer)[0].tolist()
 
     def question(self, task: Task, effort: Effort) -> chat.Conversation:
         stated = None if effort is Effort.none else chat.Effort[effort.name]

@@ -75,7 +75,7 @@ class Exam:
         own: list[tuple[int, bool, int]] = []
         if groups.tp.rank() == 0 and groups.cp.rank() == 0:
             verdicts = self.dialogue.judge([(self.tasks[i], one.tokens) for i, one in zip(mine, tried)])
-            own = [(i, v.score >= 1, len(one.tokens)) for i, v, one in zip(mine, verdicts, tried)]
+            own = [(i, next(iter(v.parts.values())) >= 1, len(one.tokens)) for i, v, one in zip(mine, verdicts, tried)]
         found = sorted(one for of_rank in gather(self.world, own) for one in of_rank)
         domains = tuple(self.tasks[i].domain for i, _, _ in found)
         return Grades(tuple(right for _, right, _ in found), domains, tuple(tokens for _, _, tokens in found))

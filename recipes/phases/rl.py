@@ -11,8 +11,8 @@ from recipes.config import Config
 from recipes.dialogue import EVERY, Dialogue
 from recipes.exam import Exam, Exams
 from recipes.rewards.judge import Judge
-from recipes.rl.config import Effort
 from recipes.rl.callbacks import RolloutMetrics
+from recipes.rl.config import Effort
 from recipes.rl.objective import PolicyObjective
 from recipes.rl.rollouts import Rollouts, Teach
 from recipes.run_folder import RunFolder

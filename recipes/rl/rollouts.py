@@ -28,27 +28,29 @@ from parallel.boxes import Box, StateProvider
 from parallel.together import gather
 from parallel.world import World
 from recipes.errors import UserError
+from recipes.rewards.judge import Verdict
 from recipes.rl.batch import Sampled, collate, pack
 from recipes.rl.config import Effort, RlConfig
 
 PROBES = 64  # prompts whose answers tell how long those of the initial model are
 
 
-class Judged(Protocol):
-    score: float
-    problem: str | None
-
-
 class Prompts(Protocol):
     """Where prompts come from and what answers are worth; see recipes/dialogue.py."""
 
-    fill: int  # a token for padding
-    stop: tuple[int, ...]
+    @property
+    def fill(self) -> int:
+        """A token for padding."""
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+
 
     def task(self, number: int) -> Task: ...
     def effort(self, number: int, task: Task) -> Effort: ...
     def prompt(self, task: Task, effort: Effort) -> list[int]: ...
-    def judge(self, answers: Sequence[tuple[Task, Sequence[int]]]) -> list[Judged]: ...
+    def judge(self, answers: Sequence[tuple[Task, Sequence[int]]]) -> list[Verdict]: ...
 
 
 @dataclass

@@ -55,9 +55,8 @@ class Teachers:
             key = (group.domain, group.effort)
             if key not in self.models:
                 known = ", ".join(f"{domain}/{effort.name}" for domain, effort in self.models)
-                raise UserError(
-                    f"distill.teachers: none is for {group.domain}/{group.effort.name}, and tasks has such prompts; there are {known}"
-                )
+                asked = f"{group.domain}/{group.effort.name}"
+                raise UserError(f"distill.teachers: none is for {asked}, and tasks has such prompts; there are {known}")
             of_model.setdefault(key, []).extend(group.sampled)
             prompt = self.dialogue.prompt(self.dialogue.task(group.number), group.effort)
             for one in group.sampled:
