@@ -171,8 +171,8 @@ class Rollouts:
         if self._loading is not None:
             yield from (Box.whole(name, tensor) for name, tensor in self._loading.items())
             return
-        for one in (one for group in self.waiting for one in group.trajectories if one.state is not None):
-            for name, tensor in one.state.to_tensors().items():
+        for one in (one for group in self.waiting for one in group.trajectories):
+            for name, tensor in (one.state.to_tensors() if one.state else {}).items():
                 yield Box.whole(f"{'.'.join(map(str, one.key))}.{name}", tensor)
 
     def loaded(self, anew: int | None = None) -> None:
