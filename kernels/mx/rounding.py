@@ -20,6 +20,8 @@ SMALL, LARGE = 2.0**-100, 2.0**100
 def rounded(x: Tensor, fmt: Format, rule: str) -> Tensor:
     """x [..., C] on a CPU, C a multiple of 32 -> what `dequantise(*quantise(x))` gives, in x's dtype."""
     out = torch.empty(x.shape, dtype=x.dtype)
+    if not out.numel():
+        return out
     source, target = x.reshape(-1, BLOCK), out.view(-1, BLOCK)
     math = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = STRETCH // BLOCK * torch.get_num_threads()

@@ -52,7 +52,7 @@ def heading(cfg: Config) -> Iterator[str]:
 def body(reference: Trace, layout: Trace, report: Report, tolerances: Tolerances, *, verbose: bool) -> Iterator[str]:
     """Everything compared, and at the end the verdict."""
     if tolerances.derived:
-        yield from _derived(tolerances)
+        yield from _derived(tolerances, str(next(iter(reference.outputs.values())).dtype).removeprefix("torch."))
     yield from _steps(reference, layout, report)
     yield from _worst("forward", "outputs of attention and feed-forward parts", report.outputs, verbose)
     yield from _worst("gradients", "parameters, first step", report.gradients, verbose)
@@ -105,8 +105,8 @@ def _loads(layout: Trace, report: Report, verbose: bool) -> Iterator[str]:
         yield f"            and {len(report.routes) - len(shown_routes)} more; prove.verbose=true lists them"
 
 
-def _derived(t: Tolerances) -> Iterator[str]:
-    yield f"tolerances  {MULTIPLE:g} times what one process in bfloat16 differs from itself in float64:"
+def _derived(t: Tolerances, dtype: str) -> Iterator[str]:
+    yield f"tolerances  {MULTIPLE:g} times what one process in {dtype} differs from itself in float64:"
     yield (
         f"            loss {t.loss:.1e}, gradient norm {t.grad_norm:.1e}, routing decisions {t.routes:.1%}; "
         + ", ".join(f"{name} {min(of.values()):.1e} to {max(of.values()):.1e}" for name, of in
