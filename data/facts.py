@@ -18,6 +18,7 @@ from data.tokenizer import Tokenizer
 
 HELDOUT = 8  # of so many keys, and of so many values, one is held out
 _ENOUGH = 64  # words
+_TRIES = 32 * HELDOUT
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -41,26 +42,32 @@ class Facts:
         self.words = words if len(words) >= _ENOUGH else sorted({*words, *_LETTERS})
         self._tokenizer = tokenizer
         self._ids: dict[str, tuple[int, ...]] = {}
+        self._end = self._encode("\n")
 
     def draw(self, draws: Draws, count: int, *, heldout: bool) -> list[Fact]:
-        """`count` facts whose keys end in different words. Raises DataError for more than there are words."""
+        """`count` facts whose keys end in different words, or nearly as many where words are few. Raises DataError for more than
+        there are words.
+        """
         if count > len(self.words):
             raise DataError(f"data.long.facts={count}: the tokenizer has words for {len(self.words)}; give fewer facts")
-        last = draws.order(len(self.words))[:count]
-        return [self._fact(draws, self.words[int(i)], heldout) for i in last]
+        found: list[Fact] = []
+        for last in draws.order(len(self.words)):
+            if len(found) == count:
+                break
+            key = self._text(draws, " key", self.words[int(last)], heldout)
+            value = self._text(draws, " value", None, heldout)
+            if key and value:
+                found.append(Fact(self._encode("\nkey") + self._encode(key) + self._encode(" ="), self._encode(value), self._end))
+        return found
 
-    def _fact(self, draws: Draws, last: str, heldout: bool) -> Fact:
-        key = self._text(draws, " key", last, heldout)
-        value = self._text(draws, " value", None, heldout)
-        return Fact(self._encode("\nkey") + self._encode(key) + self._encode(" ="), self._encode(value), self._encode("\n"))
-
-    def _text(self, draws: Draws, what: str, last: str | None, heldout: bool) -> str:
-        """Two words, of the side of the split that is wanted."""
-        while True:
+    def _text(self, draws: Draws, what: str, last: str | None, heldout: bool) -> str | None:
+        """Two words, of the side of the split that is wanted; None where no first word was found that gives one."""
+        for _ in range(_TRIES):
             first, second = (self.words[draws.below(len(self.words))] for _ in range(2))
             text = f" {first} {last or second}"
             if is_heldout(text, what) == heldout:
                 return text
+        return None
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if text not in self._ids:
