@@ -117,7 +117,15 @@ class ProveConfig:
 
 @dataclass
 class ExamConfig:
+    enabled: bool | None = None  # null: where conversations are made of tasks, and nothing keeps the model from generating
     max_new_tokens: int = 32  # of an answer to a held-out task
+
+
+@dataclass
+class RecallConfig:
+    # of the rows in which facts are told early and asked late; []: a quarter of data.seq_length, and data.seq_length
+    lengths: list[int] = field(default_factory=list)
+    rows: int = 16  # of each length
 
 
 @dataclass
@@ -144,6 +152,7 @@ class Config:
     qat: QatConfig = field(default_factory=QatConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    recall: RecallConfig = field(default_factory=RecallConfig)
     exam: ExamConfig = field(default_factory=ExamConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
@@ -167,7 +176,7 @@ SUBMITTING = ("nodes", "chain", "cluster", "submit")
 # which sections each job reads; its words may set no others
 JOBS: dict[str, tuple[str, ...]] = {
     "pretrain": ("recipe", *TRAINING),
-    "extend": ("recipe", *TRAINING),
+    "extend": ("recipe", *TRAINING, "recall"),
     "sft": ("recipe", *TRAINING, "tasks", "rewards", "exam", "sft"),
     "rl": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl"),
     "distill": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl", "distill"),
