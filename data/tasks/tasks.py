@@ -6,9 +6,13 @@ generator with few instances cannot leak one. Training task number i is a pure f
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import asdict
+from hashlib import blake2b
+from importlib.metadata import version
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,6 +47,21 @@ class Tasks:
         if cfg.folder is not None:
             self._sources.append(_Given(cfg.folder, cfg.seed, cfg.heldout_fraction))
         self._cfg = cfg
+
+    @property
+    def turns(self) -> int:
+        """After so many tasks it is the same source's turn."""
+        return len(self._sources)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names what tasks there are, and in which order."""
+        made_by: dict[str, Any] = asdict(self._cfg)
+        if self._cfg.folder is not None:
+            made_by["folder"] = [task.id for task in folder.read(self._cfg.folder)]
+        if self._cfg.generators:
+            made_by["reasoning-gym"] = version("reasoning-gym")
+        return blake2b(json.dumps(made_by, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
     def train(self, number: int) -> Task:
         """Task `number` (from 0) of training; sources take turns."""
