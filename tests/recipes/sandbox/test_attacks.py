@@ -119,7 +119,14 @@ def test_files_outside_its_folder(tmp_path: Path) -> None:
     for target in targets:
         assert attack("write", target).problem == "files", target
     assert attack("write_quietly", targets).value == []
-    assert existing.read_text() == "kept" and list(tmp_path.iterdir()) == [existing] and ATTACKS.read_text() == source
+    assert existing.read_text() == "kept"
+    existing.unlink()
+    visible = tmp_path / "attacks.py"  # which any user may write to, were it not bound read-only
+    visible.write_text(source)
+    visible.chmod(0o666)
+    assert host.run(f"{visible}:write", str(visible), QUICK).problem == "files"
+    assert host.run(f"{visible}:write_quietly", [str(visible)], QUICK).value == []
+    assert visible.read_text() == source and list(tmp_path.iterdir()) == [visible] and ATTACKS.read_text() == source
 
 
 @pytest.mark.parametrize("name", ["fill_disk", "fill_inodes"])
