@@ -23,8 +23,15 @@ ATTACKS = Path(__file__).with_name("attacks.py")
 QUICK = Limits(seconds=15, memory_mb=512, disk_mb=16, processes=8)
 SHORT = Limits(seconds=2, memory_mb=256, disk_mb=16, processes=8)
 
-if missing := host.available():  # Linux with user namespaces, or root; elsewhere rewards in a sandbox are refused
+missing = host.available()
+if missing and (
+    "a container needs" in missing[0] or not sys.platform.startswith("linux")
+):  # a wall that fails is no reason to skip
     pytest.skip(f"no sandbox here: {missing}", allow_module_level=True)
+
+
+def test_every_wall_stands() -> None:
+    assert missing == []
 
 
 def others_can_read(folder: str) -> bool:
