@@ -4,10 +4,13 @@ prepared = data.prepare(cfg.data, cfg.model.vocab_size)
 steps    = data.stream(cfg.data, prepared, rank=..., of=..., position=..., horizon=1 + cfg.model.mtp_layers)
 fixed    = data.heldout(cfg.data, prepared, horizon=...)
 lines    = data.baselines(prepared, fixed)
+
+Conversations: the template is data.chat, fine-tuning on them data.sft.
 """
 
+from data import chat, sft
 from data.batch import Batch, StepBatch
-from data.config import DataConfig, validate
+from data.config import ChatConfig, ChatMode, DataConfig, TooLong, validate
 from data.errors import DataError
 from data.heldout import heldout
 from data.ngram import Baselines, baselines
@@ -18,16 +21,21 @@ from data.tokenizer import Tokenizer, load_tokenizer
 __all__ = [
     "Baselines",
     "Batch",
+    "ChatConfig",
+    "ChatMode",
     "DataConfig",
     "DataError",
     "Prepared",
     "StepBatch",
     "Stream",
     "Tokenizer",
+    "TooLong",
     "baselines",
+    "chat",
     "heldout",
     "load_tokenizer",
     "prepare",
+    "sft",
     "stream",
     "validate",
 ]
