@@ -28,7 +28,7 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """This batch on another device."""
         there = {f.name: v.to(device, non_blocking=True) for f in fields(self) if (v := getattr(self, f.name)) is not None}
-        return Batch(**there)
+        return type(self)(**there)
 
 
 @dataclass(frozen=True)
