@@ -6,6 +6,7 @@ place alone. Which keys and values are held out is a matter of their text, so tr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -38,7 +39,7 @@ class Facts:
 
     def __init__(self, tokenizer: Tokenizer):
         found = (tokenizer.decode([i]) for i in range(tokenizer.vocab_size))
-        words = sorted({w[1:] for w in found if w[:1] == " " and len(w) > 3 and w[1:].isascii() and w[1:].islower() and w[1:].isalpha()})
+        words = sorted({word[1:] for word in found if re.fullmatch(" [a-z]{3,}", word)})
         self.words = words if len(words) >= _ENOUGH else sorted({*words, *_LETTERS})
         self._tokenizer = tokenizer
         self._ids: dict[str, tuple[int, ...]] = {}

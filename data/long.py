@@ -12,6 +12,7 @@ every scale from the row's down to what a model that knew short rows could do. I
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,7 +86,7 @@ class LongSamples:
         return np.concatenate(
             [
                 window(draws, self.text, self._facts, self._cfg.facts, end - first, heldout=False)[0]
-                for first, end in zip(edges, edges[1:])
+                for first, end in pairwise(edges)
             ]
         )
 

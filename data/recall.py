@@ -25,7 +25,9 @@ _KEY = 13  # of draws
 _TOKENS = 16384  # of a batch, where a row has no more
 
 
-def recall(cfg: DataConfig, prepared: Prepared, lengths: Sequence[int], *, rows: int = 16, facts: int = 6) -> dict[int, list[Batch]]:
+def recall(
+    cfg: DataConfig, prepared: Prepared, lengths: Sequence[int], *, rows: int = 16, facts: int = 6
+) -> dict[int, list[Batch]]:
     """length -> batches of `rows` rows in all, of which the answers' tokens alone are counted (`loss_mask` [1, B, T]).
 
     The same rows whatever `cfg.seed`, batch and `cfg.seq_length`. Raises DataError for a length without room for the facts.

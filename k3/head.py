@@ -44,7 +44,7 @@ class _Pieces(torch.autograd.Function):
         hidden = enter(norm(state), world)
         group = world.groups.tp
         parts = [cross_entropy(head(hidden[at]), labels[at], mask[at], group) for at in pieces(labels, chunk)]
-        ctx.save_for_backward(state, scale, weight, labels, mask)
+        ctx.save_for_backward(state, weight, labels, mask)
         ctx.norm, ctx.head, ctx.world, ctx.chunk = norm, head, world, chunk
         return torch.cat(parts)
 
@@ -52,7 +52,7 @@ class _Pieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (d_losses,) = grad_outputs
-        state, scale, weight, labels, mask = ctx.saved_tensors
+        state, weight, labels, mask = ctx.saved_tensors
         with torch.enable_grad():
             inner = state.detach().requires_grad_()
             hidden = enter(ctx.norm(inner), ctx.world)

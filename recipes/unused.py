@@ -55,6 +55,11 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda c: c.optim.schedule.name is ScheduleName.constant or c.optim.schedule.warmup == 1,
         "the learning rate never decays",
     ),
+    "data.long.facts": (lambda c: not c.data.long.recall, "data.long.recall=0 has no rows with facts"),
+    "activations.head": (
+        lambda c: c.activations.head_chunk is not None,
+        "activations.head_chunk computes the head again as it is",
+    ),
     **{
         f"data.ramp.{key}": (lambda c: c.data.ramp.start is None, "data.ramp.start=null has no ramp")
         for key in ("increment", "samples")
