@@ -55,7 +55,10 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda c: c.optim.schedule.name is ScheduleName.constant or c.optim.schedule.warmup == 1,
         "the learning rate never decays",
     ),
-    "data.long.facts": (lambda c: not c.data.long.recall, "data.long.recall=0 has no rows with facts"),
+    **{
+        f"data.long.{key}": (lambda c: not c.data.long.recall, "data.long.recall=0 has no rows with facts")
+        for key in ("facts", "questions")
+    },
     "activations.head": (
         lambda c: c.activations.head_chunk is not None,
         "activations.head_chunk computes the head again as it is",
