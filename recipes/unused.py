@@ -57,6 +57,14 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
         "the learning rate never decays",
     ),
     **{
+        f"data.long.{key}": (lambda c: not c.data.long.recall, "data.long.recall=0 has no rows with facts")
+        for key in ("facts", "questions")
+    },
+    "activations.head": (
+        lambda c: c.activations.head_chunk is not None,
+        "activations.head_chunk computes the head again as it is",
+    ),
+    **{
         f"data.ramp.{key}": (lambda c: c.data.ramp.start is None, "data.ramp.start=null has no ramp")
         for key in ("increment", "samples")
     },
