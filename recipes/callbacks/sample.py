@@ -34,9 +34,9 @@ class Sample(Callback):
         world = trainer.objective.world
         prompt = torch.tensor([self.tokenizer.encode(self.prompt)], dtype=torch.int64, device=world.device)
         trainer.module.eval()
-        drawn = {"temperature": TEMPERATURE, "top_k": TOP_K, "seed": self.seed}
         with unwrap(trainer.module).fixed_weights():
-            tokens = k3.generate(_logits(trainer.model), prompt, self.tokens, **drawn)
+            logits = _logits(trainer.model)
+            tokens = k3.generate(logits, prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
         text = self.tokenizer.decode(tokens[0].tolist())
         trainer.results["sample"] = text
         if world.rank == 0:
