@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from k3.linear import Column, Duplicated, RMSNorm, Row
+from k3.qat import Qat, QatConfig
+from k3.quantised import QuantisedProducts
 from kernels.attention import attention
 from kernels.experts import grouped_mlp
 from parallel.cards import Card
@@ -75,13 +77,16 @@ LOCAL = Local()
 
 @dataclass(frozen=True)
 class Builder:
-    """Builds what lies at `place` in the model ("layers.3.attention."); `low` builds what its cards call low precision."""
+    """Builds what lies at `place` in the model ("layers.3.attention."); `low` builds what its cards call low precision, and with
+    `qat` the products of what they call quantised read rounded numbers (k3/qat.py), whoever builds them.
+    """
 
     megatron: TransformerConfig
     world: World
     cards: Mapping[str, Card]
     low: Provider | None = None
     place: str = ""
+    qat: QatConfig | None = None  # None: as with Qat.none
 
     def at(self, *names: str | int) -> Builder:
         return replace(self, place=self.place + "".join(f"{name}." for name in names))
@@ -103,7 +108,11 @@ class Builder:
         return self._whose(f"{name}.weight").norm(size, self.megatron)
 
     def grouped(self, name: str, experts: int, width: int, size: int) -> GroupedMLP:
-        return self._whose(name).grouped(experts, width, size, self.megatron)
+        provider = self._whose(name)
+        products = provider.grouped(experts, width, size, self.megatron)
+        if self.qat is None or self.qat.name is Qat.none or self.cards[self.place + name].quantise is None:
+            return products
+        return QuantisedProducts(products, self.qat.rule, rounds_inputs=provider is not LOCAL)
 
     def attention(self, reader: str, heads: int, key: int, value: int) -> Attention:
         """Has no parameter: it goes with the projection `reader` that takes its output."""

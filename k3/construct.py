@@ -15,6 +15,7 @@ from k3.init import draw
 from k3.low_precision import LowPrecision, off_grid
 from k3.mla import MLA
 from k3.model import Model
+from k3.qat import QatConfig, refusals
 from k3.residual import ReadBlocks
 from parallel.attributes import mark
 from parallel.cards import CardTable
@@ -31,6 +32,7 @@ def build(
     device: str | None = None,
     activations: ActivationConfig | None = None,
     low_precision: LowPrecision | None = None,
+    qat: QatConfig | None = None,
     draw_values: bool = True,
 ) -> Model:
     """This rank's part of the model, every parameter drawn from `seed` by name.
@@ -38,14 +40,17 @@ def build(
     `dtype` is float32, bfloat16 or float64; what the release keeps in fp32 stays so under bfloat16. device="meta" builds the
     shapes alone (for counting). `world` defaults to a single process, `activations` to saving all for the backward pass.
     `low_precision`: Transformer Engine builds what the cards say and quantises there (k3/builder.py); None: nothing.
+    `qat`: what the routed experts' products read (k3/qat.py); None: their weights and inputs as they are.
     draw_values=False leaves parameters and router biases unset, for who fills every one. Raises ConfigError for a contradictory
-    configuration, or one whose matrices the low precision cannot take.
+    configuration, or one whose matrices the low precision or `qat` cannot take.
     """
     config.validate()
+    if wrong := list(refusals(config, qat, low_precision) if qat else ()):
+        raise ConfigError("\n".join(f"{key}={value}: {text}" for key, value, text in wrong))
     world = world or start()
     megatron = megatron_config(config, world, dtype)
     with torch.device(device or world.device):
-        build = Builder(megatron, world, describe(config), _provider(config, low_precision, world))
+        build = Builder(megatron, world, describe(config), _provider(config, low_precision, world), qat=qat)
         model = Model(config, build, activations or ActivationConfig())
     for name, module in model.named_modules():
         if isinstance(module, Balancer):

@@ -287,7 +287,7 @@ class Engine:
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            with torch.inference_mode():
+            with self.model.fixed_weights(), torch.inference_mode():
                 yield
         finally:
             for module in training:

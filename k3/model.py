@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from k3.builder import Builder
 from k3.config import K3Config
 from k3.layout import row_plan
 from k3.origin import Origin
+from k3.qat import QatConfig
+from k3.quantised import fixed
 from k3.stage import Stage
 from parallel.rows import RowBank
 from parallel.stages import split_layers
@@ -26,6 +29,7 @@ class Model(nn.Module):
     def __init__(self, config: K3Config, build: Builder, activations: ActivationConfig):
         super().__init__()
         self.k3, self.world = config, build.world
+        self.qat = build.qat or QatConfig()
         world = build.world
         layers = split_layers(config.layers, world.config)
         self.rows = RowBank(row_plan(config, world.config))
@@ -44,6 +48,12 @@ class Model(nn.Module):
         if not self.is_whole:
             raise RuntimeError("this rank holds stages of a pipeline, which run together: call parallel.run_step")
         return self.stages[0](*args, **kwargs)
+
+    def fixed_weights(self) -> AbstractContextManager[None]:
+        """As long as it lasts, no parameter changes, and what is computed from them alone is kept (k3/quantised.py). Steps and
+        evaluations by `parallel.schedule` open it themselves; whoever calls the model many times in between does.
+        """
+        return fixed(self)
 
     def holds(self, name: str) -> bool:
         """Whether the part that a parameter or buffer of the whole model belongs to is on this rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 class ParallelModel:
     """This rank's pipeline stages, each inside megatron-core's gradient buffers. `module` holds all their parameters, `ddps` are
-    megatron-core's wrappers around the stages.
+    megatron-core's wrappers around the stages. Where it has `fixed_weights()`, passes run inside that context, in which no
+    parameter changes.
 
     Gradients accumulate in contiguous buffers and are read from `shards`: float32 for bf16 and float32 parameters, float64 for
     float64 ones. They are summed over data and context ranks, never averaged: losses carry global denominators.
@@ -201,17 +203,18 @@ def _run(
         options["p2p_communicator"] = P2PCommunicator(groups.pp, config)
     config.microbatch_group_size_per_vp_stage = group
     try:
-        reports: list[Any] = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)(
-            forward_step_func=step,
-            data_iterator=[iter(enumerate(batches)) for _ in model.ddps],
-            model=list(model.ddps),
-            num_microbatches=len(batches),
-            seq_length=1,  # unused, as is the next: payloads carry their shape
-            micro_batch_size=1,
-            forward_only=forward_only,
-            pg_collection=groups,
-            **options,
-        )
+        with getattr(model.module, "fixed_weights", nullcontext)():
+            reports: list[Any] = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)(
+                forward_step_func=step,
+                data_iterator=[iter(enumerate(batches)) for _ in model.ddps],
+                model=list(model.ddps),
+                num_microbatches=len(batches),
+                seq_length=1,  # unused, as is the next: payloads carry their shape
+                micro_batch_size=1,
+                forward_only=forward_only,
+                pg_collection=groups,
+                **options,
+            )
         if model.rows is not None:
             model.rows.check_empty()
         return reports

@@ -13,11 +13,16 @@ import parallel
 from k3.activations import ActivationConfig
 from k3.config import K3Config
 from k3.low_precision import LowPrecision
+from k3.qat import QatConfig
 from optim.config import OptimConfig
 from optim.optimizer import Optimizer
 from parallel.schedule import ParallelModel
 from parallel.world import World
+from recipes.config import Precision
 from recipes.objective import Objective
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
+DTYPES |= {Precision.fp8: torch.bfloat16, Precision.mxfp8: torch.bfloat16}  # of parameters, and of all outside quantised products
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ def assemble(
     steps: int,
     activations: ActivationConfig | None = None,
     low_precision: LowPrecision | None = None,
+    qat: QatConfig | None = None,
     prepare: Callable[[k3.Model], None] = lambda model: None,
     weights: Callable[[k3.Model], None] | None = None,
 ) -> Parts:
@@ -45,8 +51,9 @@ def assemble(
     `prepare` may change them then: the optimizer's masters are taken from what it leaves.
     """
     built = k3.build(
-        model, world, dtype=dtype, seed=seed, activations=activations, low_precision=low_precision, draw_values=weights is None
-    )
+        model, world, dtype=dtype, seed=seed, activations=activations, low_precision=low_precision, qat=qat,
+        draw_values=weights is None,
+    )  # fmt: skip
     if weights is not None:
         weights(built)
     prepare(built)

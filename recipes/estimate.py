@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import mean
 
 from k3.config import K3Config
+from k3.qat import Qat
 from recipes import estimate_lines as lines
 from recipes.cards import aligned
 from recipes.communication import communication
@@ -59,8 +60,9 @@ def heading(cfg: Config) -> list[str]:
     axes = ", ".join(f"{axis} {getattr(p, axis)}" for axis in ("tp", "cp", "dp", "ep", "pp", "vpp"))
     batch = f"{micro_batches(cfg.data, of)} micro-batches of {micro_batch(cfg.data, of)} x {cfg.data.seq_length} tokens"
     zero = f"ZeRO-{p.zero}" if p.zero else "no ZeRO"
+    qat = "" if cfg.qat.name is Qat.none else f", qat {cfg.qat.name.value}"
     return [
-        f"{axes}; {zero}; precision {cfg.precision.name.value}; a step of a data rank: {batch}",
+        f"{axes}; {zero}; precision {cfg.precision.name.value}{qat}; a step of a data rank: {batch}",
         "",
     ]
 

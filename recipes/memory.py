@@ -15,6 +15,7 @@ from k3.cards import describe
 from k3.config import K3Config
 from k3.layout import holder
 from k3.memory import Share
+from k3.qat import Qat
 from optim.config import Offload
 from optim.memory import state_bytes
 from parallel.cards import Card, Group, Optimizer
@@ -40,7 +41,7 @@ class Memory:
     loss: int  # head and probabilities; logits or their gradient for a moment
     again: int  # what the largest recomputed layer or half saves for a moment while its backward pass runs
     balancing: int  # counts that even out the experts' loads
-    buffers: int  # payloads, the largest parameter's gradient before it is added up, what expert dispatch holds
+    buffers: int  # payloads, the largest parameter's gradient before it is added up, what expert dispatch holds, rounded weights
     offloaded: int  # in CPU memory: the optimizer's with optim.offload=cpu, gradients with parallel.offload_gradients
 
     @property
@@ -78,6 +79,7 @@ class _State:
     optimizer: int = 0
     offloaded: int = 0
     largest: int = 0  # parameter
+    rounded: int = 0  # what qat=mxfp4 keeps of weights while a step's passes run, in the model's dtype
 
 
 def account(cfg: Config, *, documents: int = 2) -> list[RankMemory]:
@@ -109,12 +111,13 @@ def account(cfg: Config, *, documents: int = 2) -> list[RankMemory]:
                 optimizer=state.optimizer,
                 activations=(cost - by["rows"] - by["head"]) * count,
                 rows=by["rows"] * count,
-                loss=by["head"] * count + (activations.passing(cfg.model, share) if last else 0),
+                loss=by["head"] * count + (activations.passing(cfg.model, share, cfg.activations) if last else 0),
                 again=activations.rerun(parts[number], cfg.activations),
                 balancing=activations.balancing(cfg.model, share, layers[number], last=last),
                 buffers=activations.payloads(cfg.model, share, layers, number)
                 + activations.standing(cfg.model, share, layers[number], last=last)
-                + state.largest,
+                + state.largest
+                + state.rounded,
                 offloaded=state.offloaded,
             )
             stages.append(StageMemory(number, rank, layers[number], cost, count, memory))
@@ -196,5 +199,7 @@ def _state(cards: Sequence[tuple[Card, int]], cfg: Config, layout: ParallelConfi
         place = "offloaded" if cfg.optim.offload is Offload.cpu else "optimizer"
         total[place] += times * state_bytes(card, part, cfg.optim, width)
         total["offloaded"] += times * part * gradient if layout.offload_gradients else 0
+        if card.quantise and cfg.qat.name is not Qat.none:
+            total["rounded"] += times * count * card.dtype.width(width)
         total["largest"] = max(total["largest"], count * card.dtype.width(width))
     return _State(**total)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from k3.layout import check_layout
+from k3.qat import Qat
 from parallel.config import check_sizes, world_size
 from parallel.local import Helper, RankError
 from parallel.stages import group_size
@@ -45,7 +46,8 @@ def run(words: Sequence[str]) -> int:
 def prove(cfg: Config, helper: Helper) -> int:
     """As `run`, for a checked configuration."""
     reference = trace(single(cfg), helper)
-    if cfg.prove.dtype is ProofDType.bfloat16:
+    dtype = cfg.prove.dtype
+    if dtype is ProofDType.bfloat16 or (dtype is ProofDType.float32 and cfg.qat.name is not Qat.none):
         wide = dataclasses.replace(cfg, prove=dataclasses.replace(cfg.prove, dtype=ProofDType.float64))
         tolerances = from_float64(reference, trace(single(wide), helper))
     else:

@@ -16,6 +16,7 @@ from k3.config import K3Config
 from k3.hf import Piece, Region
 from k3.hf.format import NAMES, Entry
 from k3.origin import Origin
+from k3.qat import Qat, QatConfig, Rule
 from kernels.mx import BLOCK
 from parallel import checkpoint, checkpoint_index
 from parallel.cards import DType
@@ -68,6 +69,17 @@ class Stored:
             raise UserError(f"{self.path}: holds a model that this version cannot represent: {first_line(error)}") from error
         assert isinstance(read, K3Config)
         return read
+
+    @property
+    def qat(self) -> QatConfig:
+        """That of the run; of an imported checkpoint, or one older than the setting, without quantisation."""
+        read = self.facts.get("config", {}).get("qat")
+        if not isinstance(read, dict):
+            return QatConfig()
+        try:
+            return QatConfig(Qat[read["name"]], Rule[read["rule"]])
+        except KeyError as error:
+            raise UserError(f"{self.path}: was trained with a qat that this version does not know: {read}") from error
 
     def check(self, *, sums: bool = True) -> None:
         """Raises CheckpointError for missing and damaged files, and for weights that are not those of its model.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from k3.activations import Save
 from k3.config import Activation, Attention, Balance, Gate, Residual
+from k3.qat import Qat
 from optim.config import OptimizerName, ScheduleName
 from parallel.config import world_size
 from recipes import processes
@@ -68,6 +69,7 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
         )
         for key in ("attention", "feed_forward")
     },
+    "qat.rule": (lambda c: c.qat.name is Qat.none, "qat=none quantises nothing"),
     "checkpoint.keep_every": (lambda c: c.checkpoint.every == 0, "checkpoint.every=0 saves at the end alone"),
     "run.sample_prompt": (lambda c: not c.run.sample_tokens, "run.sample_tokens=0 makes no sample"),
     "wandb.project": (lambda c: c.wandb.mode is WandbMode.disabled, "wandb.mode=disabled logs nothing there"),

@@ -11,21 +11,24 @@ from pathlib import Path
 from data.config import batch_sizes, micro_batch
 from data.config import validate as validate_data
 from data.errors import DataError
+from k3 import qat
 from k3.config import ConfigError
 from k3.layout import check_layout
+from k3.qat import Qat
 from optim.config import OptimizerName, RouterOptimizer, ScheduleName
 from parallel.config import ParallelConfig, ParallelError, check_sizes, data_parallel_size, world_size
 from parallel.stages import group_size
 from recipes import precision, processes
-from recipes.config import Config, Device, Qat, WandbConfig
+from recipes.config import Config, Device, WandbConfig
 from recipes.errors import UserError, shown
 
 MOST_ON_CPU = 8  # processes: more only wait for each other's cores
+WITHOUT_QAT = ("pretrain", "extend")  # jobs
 Refusal = tuple[str, object, str]  # the key, its value, what is wrong and the fix
 
 
-def check(cfg: Config, *, elsewhere: bool = False) -> None:
-    """Raises UserError with every refusal, one a line. Reads no data and starts nothing.
+def check(cfg: Config, *, elsewhere: bool = False, job: str = "pretrain") -> None:
+    """Raises UserError with every refusal of `k3 JOB`, one a line. Reads no data and starts nothing.
 
     elsewhere: the run is for other machines, whose devices are not known here.
     """
@@ -35,7 +38,7 @@ def check(cfg: Config, *, elsewhere: bool = False) -> None:
             rule()
         except (ConfigError, ParallelError, DataError) as error:
             lines.extend(str(error).splitlines())
-    rules = (*_precision(cfg, elsewhere), *_data(cfg), *_optim(cfg), *_run(cfg))
+    rules = (*_precision(cfg, elsewhere), *_qat(cfg, job), *_data(cfg), *_optim(cfg), *_run(cfg))
     lines.extend(f"{key}={shown(value)}: {text}" for key, value, text in rules)
     if lines:
         raise UserError("\n".join(lines))
@@ -154,10 +157,20 @@ def check_memory(cfg: Config, *, on_cpu: bool = False, width: int = 4) -> None:
 
 def _precision(cfg: Config, elsewhere: bool) -> Iterator[Refusal]:
     yield from precision.refusals(cfg, elsewhere=elsewhere)
-    if cfg.qat is not Qat.none:
-        yield "qat", cfg.qat, "quantisation-aware training belongs to the phases after pretraining (report 4.1.4); give qat=none"
     if cfg.run.device is Device.cuda and not elsewhere and not _cuda():
         yield "run.device", cfg.run.device, "there is no CUDA device; give run.device=auto"
+
+
+def _qat(cfg: Config, job: str) -> Iterator[Refusal]:
+    if job in WITHOUT_QAT and cfg.qat.name is not Qat.none:
+        yield (
+            "qat",
+            cfg.qat.name,
+            "quantisation-aware training belongs to the phases after pretraining (report 4.1.4); give qat=none",
+        )
+        return
+    low = None if job == "prove" else precision.low_precision(cfg.precision.name)  # which does not read it
+    yield from qat.refusals(cfg.model, cfg.qat, low)
 
 
 def _cuda() -> bool:

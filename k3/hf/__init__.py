@@ -25,6 +25,7 @@ from k3.hf.pieces import Piece, Region, Released, Sink, Source
 from k3.hf.stored import Stored
 from k3.model import Model
 from k3.origin import Origin
+from k3.qat import Qat, QatConfig
 from parallel.world import World
 
 __all__ = [
@@ -33,16 +34,21 @@ __all__ = [
 ]  # fmt: skip
 
 
-def load(path: str | os.PathLike[str], dtype: torch.dtype | None = None, world: World | None = None) -> Model:
+def load(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    world: World | None = None,
+    qat: QatConfig | None = None,
+) -> Model:
     """The model in folder `path`, of which each rank of `world` reads its own part; all must see the folder.
 
     `dtype` None takes the embedding's; tensors that the release keeps in float32 are float32 under bfloat16. Packed weights are
     dequantised exactly, their scales kept beside them (`Model.origin`), so that a save can pack them to the same bytes. Vision
     tensors are named in the log and left. Raises CheckpointError for missing, extra, misshapen or mistyped tensors and damaged
-    files, and ConfigError for a config.json that this stack cannot represent.
+    files, and ConfigError for a config.json that this stack cannot represent. `qat`: as k3.build.
     """
     stored = Stored(Path(path), dtype)
-    model = build(stored.config, world, dtype=dtype or stored.stored_dtype, draw_values=False)
+    model = build(stored.config, world, dtype=dtype or stored.stored_dtype, qat=qat, draw_values=False)
     model.origin = stored.origin
     if model.world.rank == 0:
         stored.say()
@@ -57,7 +63,7 @@ def save(
     mtp: bool = True,
     shard_bytes: int = SHARD_BYTES,
     quantise: str | None = None,
-    scale_rule: str = "rceil",
+    scale_rule: str | None = None,
     passthrough: str | os.PathLike[str] | None = None,
 ) -> None:
     """Writes `model` to the new folder `path`; every rank of the model's world calls it, and rank 0 writes.
@@ -65,13 +71,18 @@ def save(
     mtp=False leaves the MTP layers out. Above `shard_bytes` the tensors are spread over numbered files with an index. The folder
     appears only when it is whole. Tensors keep their present precision; with quantise="mxfp4" routed experts are packed. A block
     of 32 values may fit under several scales, which the values cannot tell apart: one that is exact under the scale it came with
-    keeps that scale (of the model, else of `passthrough`), and any other takes scale_rule's ("rceil" or "floor", kernels/mx).
+    keeps that scale (of the model, else of `passthrough`), and any other takes scale_rule's ("rceil" or "floor", kernels/mx;
+    None: that of the model's `qat`). Of a model built with qat=mxfp4 the packed weights are those that it computes with.
     passthrough: the folder the model was imported from: its vision tensors and foreign entries of config.json go along.
 
-    Raises CheckpointError, on every rank, where `path` exists already or cannot be written so; nothing is then left there.
+    Raises CheckpointError, on every rank, where `path` exists already or cannot be written so, or scale_rule is not that of qat;
+    nothing is then left there.
     """
     whole = unwrap(model)
-    options = Options(mtp, shard_bytes, quantise, scale_rule, None if passthrough is None else Path(passthrough))
+    rule = whole.qat.rule.value
+    if whole.qat.name is Qat.mxfp4 and scale_rule not in (None, rule):
+        raise CheckpointError(f"scale_rule={scale_rule!r}: the model computes with weights of rule {rule!r}; give that, or None")
+    options = Options(mtp, shard_bytes, quantise, scale_rule or rule, None if passthrough is None else Path(passthrough))
     export(Live(whole), whole.k3, Path(path), options, whole.origin, whole.world)
 
 

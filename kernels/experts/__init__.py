@@ -40,21 +40,24 @@ def grouped_mlp(
     activation: Activation,
     probs: Tensor | None,
     *,
+    inputs: Callable[[Tensor], Tensor] | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """down_e activation(gate_e x, up_e x, scale=probs) for every token and the expert e it was sent to.
 
     x [N, l], sorted by expert; N may be 0. counts [E] int64: tokens of each local expert, zeros allowed, their sum is N.
     gate_up [E, 2f, l], the gate's rows first; down [E, l, f]. probs [N]: routing weights, applied between the two maps (so
-    their gradient needs no expert output), or None. `backend` forces one of BACKENDS by name. Returns [N, l].
+    their gradient needs no expert output), or None. `inputs` changes what enters each of the two maps, [N, l] and [N, f], such
+    as by rounding it; None: nothing. `backend` forces one of BACKENDS by name. Returns [N, l].
 
     Products run in x's dtype (float32, bfloat16 or float64), which the weights share. Nothing waits for the device on the
     grouped product; the padded batch reads the counts. Raises ValueError for shapes, dtypes or counts that do not fit.
     """
     _check(x, counts, gate_up, down, probs)
     run = choose("experts", BACKENDS, x, counts, gate_up, down, only=backend).run
-    gate, up = run(x, gate_up, counts).chunk(2, -1)
-    return run(activation(gate, up, scale=probs), down, counts)
+    gate, up = run(inputs(x) if inputs else x, gate_up, counts).chunk(2, -1)
+    inner = activation(gate, up, scale=probs)
+    return run(inputs(inner) if inputs else inner, down, counts)
 
 
 def _check(x: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor, probs: Tensor | None) -> None:

@@ -4,6 +4,18 @@
 """
 
 from kernels.mx.formats import BLOCK, FORMATS, RULES
-from kernels.mx.quantise import dequantise, fake_quantise, pack_mxfp4, quantise, requantise, unpack_mxfp4
+from kernels.mx.quantise import (
+    dequantise,
+    fake_quantise,
+    pack_mxfp4,
+    quantise,
+    requantise,
+    round_trip,
+    straight_through,
+    unpack_mxfp4,
+)
 
-__all__ = ["BLOCK", "FORMATS", "RULES", "dequantise", "fake_quantise", "pack_mxfp4", "quantise", "requantise", "unpack_mxfp4"]
+__all__ = [
+    "BLOCK", "FORMATS", "RULES", "dequantise", "fake_quantise", "pack_mxfp4", "quantise", "requantise", "round_trip",
+    "straight_through", "unpack_mxfp4",
+]  # fmt: skip

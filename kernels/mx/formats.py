@@ -20,6 +20,8 @@ class Format:
     largest: float
     fraction: float
     exponent: int
+    least: int  # 2^least is the least normal element
+    bits: int  # of a normal element's fraction
     encode: Callable[[Tensor], Tensor]  # scaled values, any float dtype -> uint8 codes
     decode: Callable[[Tensor], Tensor]  # uint8 codes -> float32 values (exact)
 
@@ -67,6 +69,6 @@ def _decode_e4m3(codes: Tensor) -> Tensor:
 
 
 FORMATS = {
-    "mxfp4": Format(6.0, 0.75, 3, _encode_e2m1, _decode_e2m1),
-    "mxfp8": Format(448.0, 0.875, 9, _encode_e4m3, _decode_e4m3),
+    "mxfp4": Format(6.0, 0.75, 3, 0, 1, _encode_e2m1, _decode_e2m1),
+    "mxfp8": Format(448.0, 0.875, 9, -6, 3, _encode_e4m3, _decode_e4m3),
 }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.mx.formats import BLOCK, FORMATS, NAN_SCALE, RULES, Format, power_of_two, scale_codes
+from kernels.dispatch import Backend, choose
+from kernels.mx import library, rounding
+from kernels.mx.formats import BLOCK, FORMATS, RULES, Format, power_of_two
+from kernels.mx.rounding import encoded
 
 
 def quantise(x: Tensor, format: str, rule: str = "rceil") -> tuple[Tensor, Tensor]:
@@ -18,14 +22,8 @@ def quantise(x: Tensor, format: str, rule: str = "rceil") -> tuple[Tensor, Tenso
     Raises ValueError for a last axis that is no multiple of 32, or an unknown format or rule.
     """
     fmt = _look_up(format)
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r} is unknown; use one of {', '.join(RULES)}")
-    blocks = _in_blocks(x).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    scales = scale_codes(blocks.abs().amax(-1), fmt, rule)
-    # code 254 - s is the exact reciprocal of code s; a NaN block is scaled by anything, its scale says NaN
-    inverse = power_of_two(254 - scales.clamp(max=254)).to(blocks.dtype)
-    finite = (scales != NAN_SCALE).unsqueeze(-1)
-    codes = fmt.encode(torch.where(finite, blocks * inverse.unsqueeze(-1), 0.0))
+    _check_rule(rule)
+    codes, scales = encoded(_wide_blocks(x), fmt, rule)
     return codes.view(x.shape), scales
 
 
@@ -41,7 +39,7 @@ def requantise(x: Tensor, format: str, kept: Tensor | None = None, rule: str = "
     if kept.shape != scales.shape:
         raise ValueError(f"kept scales of shape {tuple(kept.shape)} do not fit {tuple(x.shape)}: one per {BLOCK}")
     fmt = _look_up(format)
-    blocks = _in_blocks(x).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    blocks = _wide_blocks(x)
     inverse = power_of_two(254 - kept.clamp(max=254)).to(blocks.dtype)
     other = fmt.encode(blocks * inverse.unsqueeze(-1))
     back = fmt.decode(other).to(blocks.dtype) * power_of_two(kept).to(blocks.dtype).unsqueeze(-1)
@@ -72,21 +70,63 @@ def unpack_mxfp4(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
-def fake_quantise(x: Tensor, format: str, rule: str = "rceil") -> Tensor:
-    """x rounded to what the format can hold, in x's shape and dtype; its gradient passes straight through to x."""
-    return _StraightThrough.apply(x, format, rule)
+def fake_quantise(x: Tensor, format: str, rule: str = "rceil", *, backend: str | None = None) -> Tensor:
+    """x [..., C] rounded to what the format can hold, in x's shape and dtype; its gradient passes straight through to x.
+
+    Equals `dequantise(*quantise(x, format, rule), format, x.dtype)` bit for bit, but for the library's backend
+    (kernels/mx/library.py). `backend` forces one of BACKENDS by name. Raises ValueError as `quantise` does.
+    """
+    return straight_through(x, lambda: round_trip(x, format, rule, backend=backend))
+
+
+def round_trip(x: Tensor, format: str, rule: str = "rceil", *, backend: str | None = None) -> Tensor:
+    """`fake_quantise` without gradients."""
+    _look_up(format)
+    _check_rule(rule)
+    _check_blocks(x)
+    return choose(f"round trip through {format}", BACKENDS, x, format, rule, only=backend).run(x, format, rule)
+
+
+def straight_through(x: Tensor, value: Callable[[], Tensor]) -> Tensor:
+    """`value()`, of x's shape and dtype and computed without gradients, whose gradient is x's."""
+    return _StraightThrough.apply(x, value)
 
 
 class _StraightThrough(torch.autograd.Function):
     # x + (q - x).detach() would round once more in bf16, so that the value would not be on the grid
     @staticmethod
-    def forward(ctx: Any, x: Tensor, format: str, rule: str) -> Tensor:
-        codes, scales = quantise(x, format, rule)
-        return dequantise(codes, scales, format, x.dtype)
+    def forward(ctx: Any, x: Tensor, value: Callable[[], Tensor]) -> Tensor:
+        out = value()
+        return out.view_as(out)  # another tensor: who keeps the value must not find it inside this graph
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None]:
-        return grads[0], None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return grads[0], None
+
+
+def _by_bits(x: Tensor, format: str, rule: str) -> Tensor:
+    return rounding.rounded(x, FORMATS[format], rule)
+
+
+def _by_codes(x: Tensor, format: str, rule: str) -> Tensor:
+    codes, scales = quantise(x, format, rule)
+    return dequantise(codes, scales, format, x.dtype)
+
+
+BACKENDS = (
+    Backend("Transformer Engine", library.rounded, library.refuses),
+    Backend("rounding in place", _by_bits, lambda x, *_: None if x.device.type == "cpu" else f"the tensor is on {x.device.type}"),
+    Backend("codes and back", _by_codes),
+)
+
+
+def _check_rule(rule: str) -> None:
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is unknown; use one of {', '.join(RULES)}")
+
+
+def _wide_blocks(x: Tensor) -> Tensor:
+    return _in_blocks(x).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 def _look_up(format: str) -> Format:
@@ -95,7 +135,11 @@ def _look_up(format: str) -> Format:
     return FORMATS[format]
 
 
-def _in_blocks(x: Tensor) -> Tensor:
+def _check_blocks(x: Tensor) -> None:
     if x.dim() == 0 or x.shape[-1] % BLOCK:
         raise ValueError(f"a tensor of shape {tuple(x.shape)} needs a last axis that is a multiple of {BLOCK}")
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    _check_blocks(x)
     return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from k3.construct import unwrap
+from k3.qat import Qat
 from parallel.together import from_first
 from recipes.trainer import Callback, Trainer
 
 
 class Export(Callback):
-    """Writes `folder` when the run is complete, in place of one that an interrupted end has left. Every rank takes part."""
+    """Writes `folder` when the run is complete, in place of one that an interrupted end has left. Every rank takes part.
+
+    A model that was trained with qat=mxfp4 is written packed: exactly the weights that it computed with.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def complete(self, trainer: Trainer) -> None:
-        from k3 import hf  # imports megatron, whose remarks recipes.pretrain.show_logs must silence first
+        from k3 import hf  # imports megatron, whose remarks recipes.training.show_logs must silence first
 
         from_first(trainer.objective.world, lambda: shutil.rmtree(self.folder, ignore_errors=True))
-        hf.save(trainer.module, self.folder)
+        qat = unwrap(trainer.module).qat.name
+        hf.save(trainer.module, self.folder, quantise=None if qat is Qat.none else qat.value)
         trainer.results["export"] = self.folder.name

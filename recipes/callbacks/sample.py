@@ -36,7 +36,8 @@ class Sample(Callback):
         whole = unwrap(trainer.module)
         trainer.module.eval()
         model = whole if whole.is_whole else _logits(trainer.model)
-        tokens = k3.generate(model, prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
+        with whole.fixed_weights():
+            tokens = k3.generate(model, prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
         text = self.tokenizer.decode(tokens[0].tolist())
         trainer.results["sample"] = text
         if world.rank == 0:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from k3.activations import Save
+from k3.qat import Qat
 from optim.config import Offload
 from parallel.config import sequence_parallel, world_size
 from parallel.stages import group_size, split_layers
@@ -40,8 +41,10 @@ def heading(cfg: Config) -> Iterator[str]:
         yield "            one process compared with itself: give parallel sizes, such as parallel.tp=2"
     if again := [f.name for f in dataclasses.fields(cfg.activations) if getattr(cfg.activations, f.name) is Save.recompute]:
         yield f"recomputed  {', '.join(again)}; in the single process nothing"
+    if cfg.qat.name is not Qat.none:
+        yield f"quantised   routed experts: weights MXFP4, what enters their products MXFP8, scale rule {cfg.qat.rule.name}"
     yield (
-        f"batch       {b.steps} steps of {b.accumulation} x {b.batch} rows of {b.length} tokens, documents: {b.documents.name}, "
+        f"batch       {cfg.phase}: {b.steps} steps of {b.accumulation} x {b.batch} rows of {b.length} tokens, documents: {b.documents.name}, "
         f"padding: {shown(b.padding)}, seed {b.seed}; {b.dtype.name}"
     )
 
@@ -49,7 +52,7 @@ def heading(cfg: Config) -> Iterator[str]:
 def body(reference: Trace, layout: Trace, report: Report, tolerances: Tolerances, *, verbose: bool) -> Iterator[str]:
     """Everything compared, and at the end the verdict."""
     if tolerances.derived:
-        yield from _derived(tolerances)
+        yield from _derived(tolerances, str(next(iter(reference.outputs.values())).dtype).removeprefix("torch."))
     yield from _steps(reference, layout, report)
     yield from _worst("forward", "outputs of attention and feed-forward parts", report.outputs, verbose)
     yield from _worst("gradients", "parameters, first step", report.gradients, verbose)
@@ -102,8 +105,8 @@ def _loads(layout: Trace, report: Report, verbose: bool) -> Iterator[str]:
         yield f"            and {len(report.routes) - len(shown_routes)} more; prove.verbose=true lists them"
 
 
-def _derived(t: Tolerances) -> Iterator[str]:
-    yield f"tolerances  {MULTIPLE:g} times what one process in bfloat16 differs from itself in float64:"
+def _derived(t: Tolerances, dtype: str) -> Iterator[str]:
+    yield f"tolerances  {MULTIPLE:g} times what one process in {dtype} differs from itself in float64:"
     yield (
         f"            loss {t.loss:.1e}, gradient norm {t.grad_norm:.1e}, routing decisions {t.routes:.1%}; "
         + ", ".join(f"{name} {min(of.values()):.1e} to {max(of.values()):.1e}" for name, of in

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.attention.reference import attention
+from kernels.mx import dequantise, quantise
 from kernels.norm import rms_norm
 
 
@@ -41,6 +42,7 @@ class Record:
     built: list[nn.Module] = field(default_factory=list)  # kept: an id could be given out again
     settings: dict[int, dict[str, Any]] = field(default_factory=dict)
     ran: list[tuple[nn.Module, Any]] = field(default_factory=list)  # and the recipe of the region around it, or None
+    quantised: list[tuple[int, ...]] = field(default_factory=list)  # shapes that quantisers got
 
 
 RECORD = Record()
@@ -190,6 +192,35 @@ class DotProductAttention(_Stateful):
         return out.flatten(2).squeeze(0), largest.to(out.dtype)
 
 
+class DType(Enum):
+    kFloat8E4M3 = 7
+
+
+@dataclass(frozen=True)
+class MXFP8Quantizer:
+    """As the library's, called by itself: its kernel takes whole grids of contiguous rows. This one does round: as kernels/mx."""
+
+    fp8_dtype: DType
+    rowwise: bool = True
+    columnwise: bool = True
+
+    def __call__(self, tensor: Tensor) -> _Quantised:
+        assert self.fp8_dtype is DType.kFloat8E4M3 and self.rowwise and not self.columnwise and tensor.is_contiguous()
+        _on(32, tensor)
+        RECORD.quantised.append(tuple(tensor.shape))
+        return _Quantised(*quantise(tensor, "mxfp8"), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class _Quantised:
+    codes: Tensor
+    scales: Tensor
+    nominal: torch.dtype
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
+        return dequantise(self.codes, self.scales, "mxfp8", dtype or self.nominal)
+
+
 @contextmanager
 def installed() -> Iterator[Record]:
     """In the place of Transformer Engine, as long as it lasts; give an empty record."""
@@ -202,15 +233,17 @@ def installed() -> Iterator[Record]:
     for name in ("Format", "MXFP8BlockScaling", "Float8BlockScaling"):
         setattr(recipes, name, getattr(here, name))
     for name in (
-        "autocast", "Linear", "GroupedLinear", "Fp8Padding", "Fp8Unpadding", "RMSNorm", "DotProductAttention",
+        "autocast", "Linear", "GroupedLinear", "Fp8Padding", "Fp8Unpadding", "RMSNorm", "DotProductAttention", "MXFP8Quantizer",
     ):  # fmt: skip
         setattr(pytorch, name, getattr(here, name))
+    binding = ModuleType("transformer_engine_torch")
+    binding.DType = DType  # type: ignore[attr-defined]
     common.recipe, top.pytorch, top.common = recipes, pytorch, common  # type: ignore[attr-defined]
-    names = {m.__name__: m for m in (top, pytorch, common, recipes)}
+    names = {m.__name__: m for m in (top, pytorch, common, recipes, binding)}
     before = {name: sys.modules.get(name, ...) for name in (*names, "k3.te")}
     sys.modules.update(names)
     sys.modules.pop("k3.te", None)
-    RECORD.built.clear(), RECORD.settings.clear(), RECORD.ran.clear()
+    RECORD.built.clear(), RECORD.settings.clear(), RECORD.ran.clear(), RECORD.quantised.clear()
     try:
         yield RECORD
     finally:

@@ -8,6 +8,8 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from kernels import mx
+from kernels.mx import library, rounding
+from tests.k3 import te_standin
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -31,6 +33,67 @@ def test_equals_torchao(format: str, dtype: torch.dtype, rule: str) -> None:
     assert torch.equal(got, scales.view(torch.uint8).view_as(got))
     want = data.view(torch.uint8)
     assert torch.equal(mx.pack_mxfp4(codes) if format == "mxfp4" else codes, want.view(256, -1))
+
+
+def _all_exponents(dtype: torch.dtype) -> torch.Tensor:
+    """[N, 32]: a block for every power of two that float32 has, denormal ones included, and for leading numbers beside the edges
+    at which scales change; elements are multiples of 1/64, many of them ties; zeros of both signs, and blocks of zeros.
+    """
+    gen = torch.Generator().manual_seed(0)
+    powers = torch.exp2(torch.arange(-149, 128).double()).view(-1, 1, 1)
+    leading = torch.tensor([1, 1.25, 1.5, 1.5 + 2**-7, 1.75, 1.75 + 2**-7, 2 - 2**-7], dtype=torch.float64).view(1, -1, 1)
+    x = torch.randint(-64, 65, (277, 7, 32), generator=gen).double() / 64
+    x[..., 0], x[..., 1], x[..., 2] = 1, 0.0, -0.0
+    x = torch.cat([(x * leading * powers).view(-1, 32), torch.zeros(1, 32).double(), -torch.zeros(1, 32).double()])
+    largest = torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
+
+
+@pytest.mark.parametrize("rule", mx.RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", mx.FORMATS)
+def test_equals_torchao_over_all_exponents(format: str, dtype: torch.dtype, rule: str) -> None:
+    x = _all_exponents(dtype)
+    element = torch.float8_e4m3fn if format == "mxfp8" else torch.float4_e2m1fn_x2
+    scales, data = to_mx(x, element, 32, MODES[rule])
+    codes, got = mx.quantise(x, format, rule)
+    assert torch.equal(got, scales.view(torch.uint8).view_as(got))
+    # torchao divides by 2^-126 where the code says 2^-127: it has no denormal scales
+    there = got.flatten() > 0
+    want, ours = data.view(torch.uint8).view(len(x), -1), mx.pack_mxfp4(codes) if format == "mxfp4" else codes
+    assert torch.equal(ours[there], want[there]) and 0.85 < there.float().mean() < 1
+
+
+@pytest.mark.parametrize("rule", mx.RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("format", mx.FORMATS)
+def test_rounding_in_place_is_codes_and_back(format: str, dtype: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, in stretches of a block and of many: where a stretch has numbers near the ends it is left to the other."""
+    normal = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).double()
+    normal[3, ::2], normal[5], normal[7, 1:] = 0, -0.0, 1e-300
+    inside = (_numbers(300).double(), normal, normal * torch.exp2(torch.arange(-64, 64, 2).double()).view(-1, 1))
+    damaged = normal.clone()
+    damaged[0, 3], damaged[1, 5], damaged[2, 7] = torch.nan, torch.inf, -torch.inf
+    for x in (*(t.to(dtype) for t in inside), _all_exponents(dtype), damaged.to(dtype)):
+        want = mx.round_trip(x, format, rule, backend="codes and back")
+        for stretch in (32, 96, 1 << 17):
+            monkeypatch.setattr(rounding, "STRETCH", stretch)
+            got = mx.round_trip(x, format, rule, backend="rounding in place")
+            finite = ~want.isnan()
+            assert torch.equal(got.isnan(), ~finite) and torch.equal(_bits(got)[finite], _bits(want)[finite])
+    strided = normal.to(dtype).t().contiguous().t()
+    assert torch.equal(mx.round_trip(strided, format, rule), mx.round_trip(normal.to(dtype), format, rule))
+    assert mx.round_trip(normal.to(dtype)[:0], format, rule).shape == (0, 32)
+
+
+def test_plain_numbers_are_not_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.cat([_numbers(64), torch.zeros(2, 64)])
+    monkeypatch.setattr(rounding, "in_steps", lambda *_: pytest.fail("these numbers have nothing special"))
+    mx.round_trip(x, "mxfp4", backend="rounding in place")
 
 
 @given(seed=st.integers(0, 2**20), shift=st.integers(-140, 120))
@@ -128,6 +191,23 @@ def test_pack_puts_the_even_column_low() -> None:
     codes = torch.tensor([[1, 15, 0, 7]], dtype=torch.uint8)
     assert mx.pack_mxfp4(codes).tolist() == [[0xF1, 0x70]]
     assert torch.equal(mx.unpack_mxfp4(mx.pack_mxfp4(codes)), codes)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 31, 32, 33, 44])
+def test_the_library_gets_whole_grids(rows: int) -> None:
+    """By the stand-in, which refuses others and rounds as we do."""
+    x = _numbers(44)[:rows]
+    with te_standin.installed() as record:
+        got = library.rounded(x.view(rows, 1, 64), "mxfp8", "rceil")
+    assert got.shape == (rows, 1, 64) and torch.equal(got.view(rows, 64), mx.round_trip(x, "mxfp8"))
+    assert record.quantised == ([(rows + -rows % 32, 64)] if rows else [])
+
+
+def test_the_library_says_why_it_is_not_taken() -> None:
+    x = torch.zeros(1, 32)
+    assert library.refuses(x, "mxfp8", "rceil") == "the tensor is on cpu"
+    with pytest.raises(ValueError, match="Transformer Engine refused: the tensor is on cpu"):
+        mx.round_trip(x, "mxfp8", backend="Transformer Engine")
 
 
 def test_errors_name_the_fix() -> None:
