@@ -12,6 +12,7 @@ from optim.config import OptimizerName, ScheduleName
 from parallel.config import world_size
 from recipes import processes
 from recipes.config import Config, WandbMode
+from recipes.phases.rules import IDLE
 
 
 def _processes(cfg: Config) -> int:
@@ -93,7 +94,7 @@ def without_effect(cfg: Config, changed: Iterable[str], job: str) -> list[str]:
     """One line for each of the `changed` keys (those whose typed value differs from the default) that `k3 JOB` would not read."""
     steps, guard = cfg.prove.steps if job == "prove" else cfg.run.steps, cfg.optim.guard
     short = steps <= guard.min_steps, f"a run of {steps} steps has no spikes before optim.guard.min_steps={guard.min_steps}"
-    rules = [*RULES.items(), *((f"optim.guard.{key}", (lambda c: short[0], short[1])) for key in SPIKES)]
+    rules = [*IDLE.items(), *RULES.items(), *((f"optim.guard.{key}", (lambda c: short[0], short[1])) for key in SPIKES)]
     lines = []
     for key in changed:
         for place, (idle, why) in rules:
