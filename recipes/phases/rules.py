@@ -9,16 +9,16 @@ from recipes.config import Config
 from recipes.phases import PHASES
 from recipes.rl import config as rl
 
-TEXT = ("pretrain", "extend")  # phases that read documents
-ANSWERING = ("sft", "rl", "distill")  # those that ask for answers to tasks
+TEXT = ("pretrain", "extend", "eval")  # jobs that read documents
+ANSWERING = ("sft", "rl", "distill", "eval")  # those that ask for answers to tasks
 SAMPLING = ("rl", "distill")  # those that learn from their own
 
 
 def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
     """(key, value, what is wrong and the fix) of the phases after pretraining."""
-    if job in PHASES and job != "pretrain" and cfg.run.init is None:
-        yield "run.init", None, f"k3 {job} goes on with a model; give its run, a checkpoint or a published folder"
-    if job == "extend":
+    if job in (*PHASES, "eval") and job != "pretrain" and cfg.run.init is None:
+        yield "run.init", None, f"k3 {job} begins with a model; give its run, a checkpoint or a published folder"
+    if job in ("extend", "eval"):
         if short := [length for length in cfg.recall.lengths if length < SHORTEST_RECALL]:
             yield "recall.lengths", short, f"rows must have room for facts; give {SHORTEST_RECALL} tokens or more"
         if cfg.recall.rows < 1:
