@@ -51,8 +51,8 @@ class Stage(MegatronModule):
         rows: RowBank,
     ):
         super().__init__(config=build.megatron)
-        if activations.head_chunk is not None and activations.head_chunk < 1:
-            raise ConfigError(f"activations.head_chunk={activations.head_chunk}: must be at least 1; null takes all tokens at once")
+        if (chunk := activations.head_chunk) is not None and chunk < 1:
+            raise ConfigError(f"activations.head_chunk={chunk}: must be at least 1; null takes all tokens at once")
         self.activations = activations
         self.model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
         self.k3 = config
