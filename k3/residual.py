@@ -65,7 +65,7 @@ class ReadBlocks(nn.Module):
 
     With `norm`, that norm of the mix, which is then not saved but mixed again in the backward pass (report 5.2.2): a sub-layer
     saves what it would on a plain residual stream, and three numbers a token and row.
-    `weights` [n] holds the mean reading weight of each source in the last forward pass (for pictures and metrics).
+    `weights` [n] is the mean reading weight of each source in the last forward pass (for pictures and metrics).
     """
 
     def __init__(self, config: TransformerConfig):
@@ -73,7 +73,7 @@ class ReadBlocks(nn.Module):
         self.eps = config.layernorm_epsilon
         self.norm = nn.Parameter(torch.empty(config.hidden_size, dtype=config.params_dtype))
         self.query = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
-        self.weights: Tensor | None = None
+        self.last: Tensor | None = None  # weights of each token, [n, T, B]
 
     def forward(self, rows: Rows, norm: RMSNorm | None = None) -> Tensor:
         if not rows.bank:  # the first layer's attention: nothing to mix, its weights exist in the release all the same
@@ -84,5 +84,9 @@ class ReadBlocks(nn.Module):
             out, weights = mix(sources, self.norm, self.query, eps=self.eps)
         else:
             out, weights = mix_norm(sources, self.norm, self.query, norm.weight, eps=self.eps)
-        self.weights = weights.flatten(1).mean(1)
+        self.last = weights
         return out
+
+    @property
+    def weights(self) -> Tensor | None:
+        return None if self.last is None else self.last.flatten(1).mean(1)

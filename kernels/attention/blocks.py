@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels import documents
 from kernels.fastmath import exp_
+from kernels.no_grad import call
 from kernels.precision import math_dtype
 
 # Queries a block, and scores in work at once. On a CPU the scores and their gradient stay near the level-2 cache.
@@ -141,4 +142,4 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, document_starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _Attention.apply(q, k, v, scale, document_starts)
+    return call(_Attention, q, k, v, scale, document_starts)

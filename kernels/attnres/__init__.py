@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.attnres.fused import Mix
 from kernels.attnres.normed import MixNorm
+from kernels.no_grad import call
 
 
 def mix(rows: Sequence[Tensor], norm_weight: Tensor, query: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
@@ -20,7 +21,7 @@ def mix(rows: Sequence[Tensor], norm_weight: Tensor, query: Tensor, *, eps: floa
     detached). A zero query gives the mean of the rows. Raises ValueError for shapes that differ.
     """
     rows = _checked("mix", rows, norm_weight, query)
-    return Mix.apply(norm_weight, query, eps, *rows)
+    return call(Mix, norm_weight, query, eps, *rows)
 
 
 def mix_norm(
@@ -34,7 +35,7 @@ def mix_norm(
     rows = _checked("mix_norm", rows, norm_weight, query)
     if out_weight.shape != norm_weight.shape:
         raise ValueError(f"mix_norm: out_weight {tuple(out_weight.shape)} for rows of width {len(norm_weight)}; give [width]")
-    return MixNorm.apply(norm_weight, query, out_weight, eps, *rows)
+    return call(MixNorm, norm_weight, query, out_weight, eps, *rows)
 
 
 def _checked(name: str, rows: Sequence[Tensor], norm_weight: Tensor, query: Tensor) -> tuple[Tensor, ...]:

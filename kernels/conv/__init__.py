@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels import documents
 from kernels.conv.shifted import ShortConv
+from kernels.no_grad import call
 
 
 def short_conv(
@@ -31,7 +32,7 @@ def short_conv(
     if document_starts is not None:
         document_starts = documents.resolve(document_starts, batch, length, continues=False, device=x.device)
     state = initial_state if past else None
-    return ShortConv.apply(x, weight, document_starts, state), last_inputs(x, past, document_starts, initial_state)
+    return call(ShortConv, x, weight, document_starts, state), last_inputs(x, past, document_starts, initial_state)
 
 
 def last_inputs(x: Tensor, past: int, document_starts: Tensor | None, initial_state: Tensor | None) -> Tensor:

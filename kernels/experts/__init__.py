@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import Backend, choose
-from kernels.experts.grouped import LIBRARY, PADDED, SINGLE, GroupedLinear, Way, library_refuses, padded_refuses
+from kernels.experts.grouped import LIBRARY, PADDED, SINGLE, GroupedLinear, Way, even, library_refuses, padded_refuses
+from kernels.no_grad import call
 
 
 class Activation(Protocol):
@@ -20,7 +21,7 @@ class Activation(Protocol):
 
 def _with(way: Way) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def run(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        return GroupedLinear.apply(way, x, weight, counts)
+        return call(GroupedLinear, way, x, weight, counts)
 
     return run
 
@@ -54,6 +55,14 @@ def grouped_mlp(
     grouped product; the padded batch reads the counts. Raises ValueError for shapes, dtypes or counts that do not fit.
     """
     _check(x, counts, gate_up, down, probs)
+    if backend is None and not torch.is_grad_enabled() and (spread := even(x, counts)) is not None:
+        batch, places = spread
+        if probs is not None:
+            probs = probs.new_zeros(batch.shape[:2]).flatten().index_copy_(0, places, probs).view(batch.shape[:2])
+        gate, up = torch.bmm(inputs(batch) if inputs else batch, gate_up.transpose(1, 2)).chunk(2, -1)
+        inner = activation(gate, up, scale=probs)
+        out = torch.bmm(inputs(inner) if inputs else inner, down.transpose(1, 2))
+        return out.flatten(0, 1).index_select(0, places)
     run = choose("experts", BACKENDS, x, counts, gate_up, down, only=backend).run
     gate, up = run(inputs(x) if inputs else x, gate_up, counts).chunk(2, -1)
     inner = activation(gate, up, scale=probs)

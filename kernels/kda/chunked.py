@@ -25,6 +25,7 @@ from kernels.kda.inverse import unit_lower_inverse
 from kernels.kda.layout import Layout, Segments, segments
 from kernels.kda.linked import Link
 from kernels.kda.reference import NORM_EPS
+from kernels.no_grad import call
 
 CHUNK = 64
 
@@ -49,7 +50,7 @@ def kda(
     continues = initial_state is not None or link is not None
     cuts, fresh_B = segments(document_starts, layout, continues=continues, device=q.device)
     plan = _Plan(layout, cuts, fresh_B, gate, lower_bound, link)
-    return _Chunked.apply(q, k, v, z, beta_logit, A_log, dt_bias, initial_state, plan)
+    return call(_Chunked, q, k, v, z, beta_logit, A_log, dt_bias, initial_state, plan)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.no_grad import call
 from kernels.norm.reference import gated_rms_norm as gated_rms_norm_reference
 from kernels.norm.reference import rms_norm as rms_norm_reference
 
@@ -17,7 +18,7 @@ __all__ = [
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """RMSNorm over the last axis. x [..., d], weight [d]; returns x's shape and dtype. Saves x and one number a row."""
-    return _RMSNorm.apply(x, weight, eps)
+    return call(_RMSNorm, x, weight, eps)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -25,7 +26,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Te
 
     x and gate [..., d], weight [d]; returns x's shape and gate's dtype.
     """
-    return _GatedRMSNorm.apply(x, gate, weight, eps)
+    return call(_GatedRMSNorm, x, gate, weight, eps)
 
 
 def _math(dtype: torch.dtype) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.no_grad import call
 from kernels.situ.fused import GatedUnit, Situ, Swiglu
 
 
@@ -18,13 +19,13 @@ def situ_glu(gate: Tensor, up: Tensor, *, beta: float = 4.0, linear_beta: float 
     if beta <= 0 or linear_beta <= 0:
         raise ValueError(f"situ_glu: beta={beta}, linear_beta={linear_beta}; both must be positive (the report has 4 and 25)")
     _check("situ_glu", gate, up, scale)
-    return GatedUnit.apply(Situ(beta, linear_beta), gate, up, scale)
+    return call(GatedUnit, Situ(beta, linear_beta), gate, up, scale)
 
 
 def swiglu(gate: Tensor, up: Tensor, *, scale: Tensor | None = None) -> Tensor:
     """silu(gate) * up [* scale]; shapes, dtypes and errors as `situ_glu`. The limit of SiTU-GLU for large betas."""
     _check("swiglu", gate, up, scale)
-    return GatedUnit.apply(Swiglu(), gate, up, scale)
+    return call(GatedUnit, Swiglu(), gate, up, scale)
 
 
 def _check(name: str, gate: Tensor, up: Tensor, scale: Tensor | None) -> None:

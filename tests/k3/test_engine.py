@@ -17,8 +17,11 @@ from k3.generation.trajectory import Trajectory
 from k3.model import Model
 from kernels.conv import short_conv
 from kernels.conv.step import conv_step
+from kernels.experts import grouped_mlp
+from kernels.experts.grouped import even
 from kernels.kda import kda
 from kernels.kda.step import kda_step
+from kernels.situ import situ_glu
 from parallel.experts import AllToAll
 from tests.k3.randomise import randomise
 
@@ -267,3 +270,22 @@ def test_latents_beyond_a_page(model: Model) -> None:
     Engine(model, slots=16).run(rows, SAMPLING)
     for t in rows:
         assert results([alone(model, t)]) == results([t])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_experts_without_gradients_are_the_same_bits_however_crowded(dtype: torch.dtype) -> None:
+    """One even batch, or one product an expert where that would grow too large: no token's result tells which."""
+    g = torch.Generator().manual_seed(0)
+    for experts, width, inner in ((16, 32, 32), (32, 64, 64), (8, 128, 96)):
+        gate_up, down = (torch.randn(experts, *s, generator=g, dtype=dtype) for s in ((2 * inner, width), (width, inner)))
+        seen = set()
+        for crowd in (1, 3, 16, 17, 200):
+            counts = torch.randint(0, 6, (experts,), generator=g)
+            counts[3] = crowd
+            x, probs = torch.randn(int(counts.sum()), width, generator=g, dtype=dtype), torch.rand(int(counts.sum()), generator=g)
+            probs = probs.to(dtype)
+            want = grouped_mlp(x, counts, gate_up, down, situ_glu, probs)
+            with torch.no_grad():
+                seen.add(even(x, counts) is None)
+                assert torch.equal(grouped_mlp(x, counts, gate_up, down, situ_glu, probs), want), (experts, crowd)
+        assert seen == {True, False}

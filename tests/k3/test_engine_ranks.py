@@ -25,5 +25,5 @@ def test_ranks_generate_the_tokens_of_one_process(temperature: float, helper: He
 
 
 def test_pipelines_are_refused(helper: Helper) -> None:
-    with pytest.raises(RankError, match="parallel.pp=2: generation needs all layers on a rank; give parallel.pp=1"):
+    with pytest.raises(RankError, match=r"parallel\.pp=2: generation needs all layers on a rank; give parallel\.pp=1"):
         helper.run_ranks(TARGET, 2, {"pp": 2}, 0.0, False)
