@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from math import gcd
 
 from data.errors import DataError
+
+SHORTEST_RECALL = 128  # tokens of a row that holds a fact and its question, whatever the tokenizer
 
 
 @dataclass
@@ -15,6 +18,37 @@ class RampConfig:
     start: int | None = None  # sequences of the first step; null: data.batch_size from the beginning
     increment: int | None = None  # sequences by which the batch grows at a time; null: data.ramp.start
     samples: int = 0  # sequences over which it grows; each size gets an equal share of them
+
+
+class ChatMode(Enum):
+    thinking = "thinking"  # each assistant message begins with its reasoning, kept in the history even where it is empty
+    instruct = "instruct"  # no reasoning
+
+
+class TooLong(Enum):
+    drop = "drop"  # leave the conversation out
+    truncate = "truncate"  # keep its beginning
+    refuse = "refuse"  # stop
+
+
+@dataclass
+class ChatConfig:
+    """Conversations to fine-tune on (docs/chat.md); read by the phases after pretraining."""
+
+    path: str | None = None  # a .jsonl of conversations or a folder of them
+    heldout: str | None = None  # conversations to evaluate on; null: data.heldout_fraction of data.chat.path, by their questions
+    mode: ChatMode = ChatMode.thinking
+    too_long: TooLong = TooLong.drop  # what happens to a conversation of more than data.seq_length + 1 tokens
+
+
+@dataclass
+class LongConfig:
+    """Rows for long context, as shares of all rows; the others are packed as ever. Both 0: the ordinary stream."""
+
+    documents: float = 0.0  # filled by one long document, or by neighbours in the corpus where none is long enough
+    recall: float = 0.0  # text of several documents in one, with facts told early and asked late
+    facts: int = 16  # in such a row at most
+    questions: int = 2  # times that each is asked
 
 
 @dataclass
@@ -28,9 +62,11 @@ class DataConfig:
     micro_batch_size: int | None = (
         None  # sequences per forward pass; null: all of a data rank's, as far as every size of a ramp divides
     )
+    long: LongConfig = field(default_factory=LongConfig)
     heldout_fraction: float = 0.05  # of the files
     heldout_tokens: int = 65536  # the fixed evaluation set, drawn across all held-out files
     seed: int = 0  # order of documents
+    chat: ChatConfig = field(default_factory=ChatConfig)
 
 
 def batch_sizes(cfg: DataConfig) -> list[int]:
@@ -76,7 +112,7 @@ def validate(cfg: DataConfig, *, of: int = 1) -> None:
         broken.append(f"data.heldout_fraction={cfg.heldout_fraction}: must lie between 0 and 1, both excluded; 0.05 is usual")
     if cfg.seed < 0:
         broken.append(f"data.seed={cfg.seed}: must be at least 0")
-    broken += _broken_ramp(cfg)
+    broken += [*_broken_ramp(cfg), *_broken_long(cfg)]
     if not broken and cfg.batch_size % (group := micro_batch(cfg, of) * of):
         broken.append(
             f"data.batch_size={cfg.batch_size}: must be a multiple of data.micro_batch_size x data ranks = "
@@ -92,6 +128,25 @@ def validate(cfg: DataConfig, *, of: int = 1) -> None:
                 )
     if broken:
         raise DataError("\n".join(broken))
+
+
+def _broken_long(cfg: DataConfig) -> list[str]:
+    long, broken = cfg.long, []
+    for name in ("documents", "recall"):
+        if not 0 <= (share := getattr(long, name)) <= 1:
+            broken.append(f"data.long.{name}={share}: a share of the rows; must lie between 0 and 1")
+    if not broken and long.documents + long.recall > 1:
+        broken.append(f"data.long.recall={long.recall}: with data.long.documents={long.documents} more than all rows; lower one")
+    if long.facts < 1:
+        broken.append(f"data.long.facts={long.facts}: must be at least 1; data.long.recall=0 plants none")
+    if long.questions < 1:
+        broken.append(f"data.long.questions={long.questions}: must be at least 1; data.long.recall=0 asks none")
+    if long.recall and cfg.seq_length < SHORTEST_RECALL:
+        broken.append(
+            f"data.long.recall={long.recall}: needs rows with room for facts, and data.seq_length={cfg.seq_length}; give "
+            f"{SHORTEST_RECALL} tokens or more"
+        )
+    return broken
 
 
 def _broken_ramp(cfg: DataConfig) -> list[str]:

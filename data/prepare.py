@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,14 +25,14 @@ from data.config import DataConfig, validate
 from data.corpus import Corpus, Document, Split, name_hash
 from data.errors import DataError
 from data.tokenizer import Tokenizer, grouped, load_tokenizer, train
-from data.workshop import clear_debris, lock, workshop
+from data.workshop import once
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # raise it when this code writes other files from the same corpus
+FORMAT = 2  # raise it when this code writes other files from the same corpus
 SPLITS = ("train", "heldout")
 _MANIFEST = "manifest.json"
 _TOKENIZER = "tokenizer.json"
@@ -98,26 +97,13 @@ def prepare(cfg: DataConfig, vocab_size: int) -> Prepared:
     key = blake2b(json.dumps(made_by, sort_keys=True).encode(), digest_size=12).hexdigest()
     readable = re.sub(r"[^A-Za-z0-9]+", "-", Path(cfg.corpus).stem).strip("-")[:32] or "corpus"
     folder = Path(cfg.cache).expanduser() / f"{readable}-{vocab_size}-{key}"
-    if done := _open(folder, key):
-        return done
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock(folder) as alone:
-            if done := _open(folder, key):
-                return done
-            if alone:
-                clear_debris(folder)
-            with workshop(folder) as here:
-                manifest = _build(here, cfg, corpus, tokenizer, vocab_size)
-                manifest = {"key": key, "corpus": cfg.corpus, "made_by": made_by, **manifest}
-                (here / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-                _publish(here, folder, key)
-    except OSError as problem:
-        raise DataError(f"data.cache={cfg.cache}: {problem}; give a folder that can be written to and has room") from problem
-    done = _open(folder, key)
-    if done is None:
-        raise DataError(f"data.cache={cfg.cache}: {folder} vanished while it was made; run again")
-    return done
+
+    def build(here: Path) -> None:
+        manifest = _build(here, cfg, corpus, tokenizer, vocab_size)
+        manifest = {"key": key, "corpus": cfg.corpus, "made_by": made_by, **manifest}
+        (here / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+    return once(folder, lambda: _open(folder, key), build, cfg.cache)
 
 
 def _build(here: Path, cfg: DataConfig, corpus: Corpus, tokenizer: Tokenizer | None, vocab_size: int) -> dict[str, Any]:
@@ -197,18 +183,6 @@ def _open(folder: Path, key: str) -> Prepared | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Prepared(folder, key, manifest) if whole else None
-
-
-def _publish(here: Path, folder: Path, key: str) -> None:
-    if folder.exists() and not _open(folder, key):
-        log.warning("data: %s is damaged; making it again", folder)
-        folder.rename(here.with_name(here.name + ".damaged"))
-        shutil.rmtree(here.with_name(here.name + ".damaged"), ignore_errors=True)
-    try:
-        here.rename(folder)
-    except OSError:
-        if not _open(folder, key):  # another process was first: what it made is the same
-            raise
 
 
 def _digest(path: Path) -> str:

@@ -4,13 +4,13 @@ The order is a pure function of the seed, the epoch and the sample's number. In 
 end to end; the line is cut every T tokens into samples of T + 1 (neighbours share one token, so every token but the first is a
 target once); the samples are shuffled. What is left over at the end of an epoch, under T tokens, is not read in it. Step s
 consists of the global samples [s G, (s + 1) G), G = data.batch_size, or under data.ramp of the next samples after step s - 1;
-ranks only decide who reads which.
+ranks only decide who reads which. Under data.long some rows are others: see data/long.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -34,7 +34,11 @@ def stream(cfg: DataConfig, prepared: Prepared, *, rank: int = 0, of: int = 1, p
             f"stream(rank={rank}, of={of}, position={position}, horizon={horizon}): "
             "needs 0 <= rank < of, position >= 0 and horizon >= 1"
         )
-    samples = Samples(prepared.dataset("train"), cfg.seq_length, cfg.seed)
+    samples: Rows = Samples(prepared.dataset("train"), cfg.seq_length, cfg.seed)
+    if cfg.long.documents or cfg.long.recall:
+        from data.long import LongSamples  # which reads this module
+
+        samples = LongSamples(prepared, cfg)
     if not len(samples):
         raise DataError(
             f"data.seq_length={cfg.seq_length}: the training split of data.corpus={prepared.manifest['corpus']} has only "
@@ -43,10 +47,20 @@ def stream(cfg: DataConfig, prepared: Prepared, *, rank: int = 0, of: int = 1, p
     return Stream(cfg, samples, rank, of, position, horizon)
 
 
+class Rows(Protocol):
+    """Numbered rows: what a stream reads. `len` is how many of them are an epoch."""
+
+    tokens: int  # of the split
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+
 class Stream(Iterator[StepBatch]):
     """Yields one StepBatch a step, for ever. `position` is the number of steps consumed: all there is to resume from."""
 
-    def __init__(self, cfg: DataConfig, samples: Samples, rank: int, of: int, position: int, horizon: int):
+    def __init__(self, cfg: DataConfig, samples: Rows, rank: int, of: int, position: int, horizon: int):
         self.position = position
         self._samples = samples
         self._rank, self._of, self._horizon = rank, of, horizon

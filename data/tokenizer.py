@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,17 +18,37 @@ if TYPE_CHECKING:
     import tokenizers
 
 END = "<|endoftext|>"
+# The chat template's structure (data/chat). Text that spells one of them is ordinary text: only `data.chat` writes their ids.
+OPEN, SEP, CLOSE, END_OF_MESSAGE = STRUCTURE = ("[open]", "[sep]", "[close]", "[end_of_msg]")
+SPECIAL = (END, *STRUCTURE)  # ids 0 .. 4 of a tokenizer trained here
 _OTHER_ENDS = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>", "<｜end▁of▁sentence｜>")
 # Bytes that valid utf-8 never contains are left out of the alphabet: 243 remain, so even 256 entries leave room for merges.
 _NEVER = {0xC0, 0xC1, *range(0xF5, 0x100)}
-SMALLEST = 256 - len(_NEVER) + 1  # the bytes and the end of text
+SMALLEST = 256 - len(_NEVER) + len(SPECIAL)
+_PROBE = " a  b\n\t\u00e9\u4e2d \r\n "  # text that a tokenizer for chat must give back as it was
 _PIECE = 1 << 20  # characters that are encoded at once
 
 
-class Tokenizer:
-    """Text to ids and back. Text that spells a special token is encoded as ordinary text, never as that token."""
+@dataclass(frozen=True)
+class Structure:
+    """The ids of the chat template's structure tokens."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, *, eos: int, divisible: bool = False):
+    open: int
+    sep: int
+    close: int
+    end_of_message: int  # also where generation stops
+
+    def spellings(self) -> dict[int, str]:
+        return dict(zip((self.open, self.sep, self.close, self.end_of_message), STRUCTURE))
+
+
+class Tokenizer:
+    """Text to ids and back. Text that spells a special token is encoded as ordinary text, never as that token.
+
+    `name` says in messages which tokenizer it is.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, *, eos: int, divisible: bool = False, name: str = "the tokenizer"):
         inner.encode_special_tokens = True
         inner.no_truncation()
         inner.no_padding()
@@ -34,6 +56,32 @@ class Tokenizer:
         self.eos = eos
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values())
         self._divisible = divisible
+        self._name = name
+
+    def structure(self) -> Structure:
+        """The structure tokens of the chat template. Raises DataError where this tokenizer cannot be used for chat."""
+        found = {token: i for token in STRUCTURE if (i := self._inner.token_to_id(token)) is not None}
+        if missing := [token for token in STRUCTURE if token not in found]:
+            raise DataError(
+                f"{self._name}: has no {', '.join(missing)}, which the chat template needs; add them to its added_tokens as "
+                '"special": true, or use a tokenizer trained here (data.tokenizer=train)'
+            )
+        if spelt := [token for token, i in found.items() if i in self.encode(token)]:
+            raise DataError(
+                f"{self._name}: encodes text that spells {', '.join(spelt)} as that structure token, so that text could forge a "
+                'message; mark it "special": true in its added_tokens'
+            )
+        if self.decode(self.encode(_PROBE)) != _PROBE:
+            raise DataError(f"{self._name}: does not give text back exactly, which chat needs; use a byte-level tokenizer")
+        return Structure(*found.values())
+
+    def special_ids(self) -> frozenset[int]:
+        """Ids that no text is encoded to: the special tokens, the end of text among them."""
+        return frozenset(i for i, t in self._inner.get_added_tokens_decoder().items() if t.special) | {self.eos}
+
+    def digest(self) -> str:
+        """Equal for tokenizers that encode alike."""
+        return blake2b(self._inner.to_str().encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without the end of text."""
@@ -45,10 +93,15 @@ class Tokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """One int64 array a text, ending in `eos`; all processors work on them at once."""
+        for ids in self.encode_texts(texts):
+            yield np.append(ids, self.eos)
+
+    def encode_texts(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """One int64 array a text, as `encode`; all processors work on them at once."""
         pieces = [list(_pieces(text)) if self._divisible else [text] for text in texts]
         encoded = self._encoded(piece for parts in pieces for piece in parts)
         for parts in pieces:
-            yield np.concatenate([*islice(encoded, len(parts)), np.array([self.eos])])
+            yield np.concatenate([*islice(encoded, len(parts))])
 
     def _encoded(self, pieces: Iterator[str]) -> Iterator[np.ndarray]:
         """Ids of each piece, a few million characters at a time: its results are many times the size of the text."""
@@ -61,7 +114,7 @@ class Tokenizer:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE with `vocab_size` entries at most, <|endoftext|> (id 0) among them.
+    """Trains a byte-level BPE with `vocab_size` entries at most: first <|endoftext|> (id 0) and the chat template's structure.
 
     Every valid text round-trips, whatever the training text; the same text gives the same tokenizer. Raises DataError where the
     vocabulary is too small for the bytes.
@@ -69,12 +122,15 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     import tokenizers as hf
 
     if vocab_size < SMALLEST:
-        raise DataError(f"model.vocab_size={vocab_size}: a byte-level tokenizer needs at least {SMALLEST} (the bytes and {END})")
+        raise DataError(
+            f"model.vocab_size={vocab_size}: a byte-level tokenizer needs at least {SMALLEST} "
+            f"(the bytes and {', '.join(SPECIAL)})"
+        )
     inner = hf.Tokenizer(hf.models.BPE())
     inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = hf.decoders.ByteLevel()
     trainer = hf.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=sorted(_byte_alphabet()), show_progress=False
+        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=sorted(_byte_alphabet()), show_progress=False
     )
     inner.train_from_iterator(texts, trainer)
     return Tokenizer(inner, eos=inner.get_vocab()[END], divisible=True)
@@ -98,7 +154,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     ends = [i for i in (inner.token_to_id(end) for end in (END, *_OTHER_ENDS)) if i is not None]
     if not ends:
         raise DataError(f"{where}: has no end-of-text token; add one of {', '.join((END, *_OTHER_ENDS))}")
-    out = Tokenizer(inner, eos=ends[0])
+    out = Tokenizer(inner, eos=ends[0], name=where)
     if vocab_size is not None and out.vocab_size > vocab_size:
         raise DataError(
             f"{where}: has {out.vocab_size} entries, but model.vocab_size={vocab_size}; "

@@ -9,11 +9,49 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.errors import DataError
+
 log = logging.getLogger(__name__)
+
+
+def once[T](folder: Path, find: Callable[[], T | None], build: Callable[[Path], None], cache: str) -> T:
+    """What `find` finds in `folder`; where it finds nothing, `build` makes it first, in a folder beside it that is then renamed.
+
+    Raises DataError where `cache`, as the user typed it, cannot hold it.
+    """
+    if (done := find()) is not None:
+        return done
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with lock(folder) as alone:
+            if (done := find()) is not None:
+                return done
+            if alone:
+                clear_debris(folder)
+            with workshop(folder) as here:
+                build(here)
+                _publish(here, folder, find)
+    except OSError as problem:
+        raise DataError(f"data.cache={cache}: {problem}; give a folder that can be written to and has room") from problem
+    if (done := find()) is None:
+        raise DataError(f"data.cache={cache}: {folder} vanished while it was made; run again")
+    return done
+
+
+def _publish(here: Path, folder: Path, find: Callable[[], object]) -> None:
+    if folder.exists() and find() is None:
+        log.warning("data: %s is damaged; making it again", folder)
+        folder.rename(here.with_name(here.name + ".damaged"))
+        shutil.rmtree(here.with_name(here.name + ".damaged"), ignore_errors=True)
+    try:
+        here.rename(folder)
+    except OSError:
+        if find() is None:  # another process was first: what it made is the same
+            raise
 
 
 @contextmanager

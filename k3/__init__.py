@@ -16,17 +16,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from k3.config import ConfigError, K3Config
     from k3.construct import balancing, build, cards, clip_targets, residual_weights
-    from k3.generation import generate
+    from k3.engine import Engine
+    from k3.generation.sampling import Sampling
+    from k3.generation.text import generate
+    from k3.generation.trajectory import Trajectory
     from k3.model import Model
     from k3.presets import preset
 
 _HOME = {
     "build": "construct", "cards": "construct", "balancing": "construct", "clip_targets": "construct",
     "residual_weights": "construct",
-    "K3Config": "config", "ConfigError": "config", "preset": "presets", "generate": "generation", "Model": "model",
+    "K3Config": "config", "ConfigError": "config", "preset": "presets", "Model": "model",
+    "generate": "generation.text", "Engine": "engine", "Sampling": "generation.sampling", "Trajectory": "generation.trajectory",
 }  # fmt: skip
 __all__ = [
-    "ConfigError", "K3Config", "Model", "balancing", "build", "cards", "clip_targets", "generate", "preset", "residual_weights",
+    "ConfigError", "Engine", "K3Config", "Model", "Sampling", "Trajectory", "balancing", "build", "cards", "clip_targets",
+    "generate", "preset", "residual_weights",
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What a model saves for its backward pass: policies by name, as the user types them (`activations.layer=recompute`).
 
-Every policy gives the same numbers, bit for bit; they trade memory for time. Nothing here imports torch.
+Every policy gives the same numbers, bit for bit, and a head in pieces the same up to rounding; they trade memory for time.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ class ActivationConfig:
     attention: Save = Save.keep  # in each decoder layer its read, norm and attention; an MTP layer's attention half
     feed_forward: Save = Save.keep  # likewise read, norm and feed-forward
     head: Save = Save.keep  # final norm, logits and loss, for each predicted token
+    head_chunk: int | None = None  # tokens whose logits exist at once: long rows' never all do; null: all. Implies head=recompute
 
     def effective(self) -> ActivationConfig:
-        """As they act: what is inside a recomputed layer is recomputed with it, and not a second time."""
-        return replace(self, attention=Save.keep, feed_forward=Save.keep) if self.layer is Save.recompute else self
+        """As they act: what is inside a recomputed layer is recomputed with it, and not a second time; a head in pieces is."""
+        out = replace(self, attention=Save.keep, feed_forward=Save.keep) if self.layer is Save.recompute else self
+        return out if out.head_chunk is None else replace(out, head=Save.recompute)
 
 
 def keep() -> ActivationConfig:

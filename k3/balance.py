@@ -79,12 +79,14 @@ class Balancer(nn.Module):
     def update(self) -> None:
         """Ends a step: moves the bias (in effect from the next step) and clears the counts."""
         if self.mode is Balance.quantile:
+            counted = self.counting.sum() > 0  # MTP layers may take no part in a phase
             quantiles = quantile.quantiles(self.histogram, self.bias, self.top_k)
             if self.ema:
-                self.averaged_steps += 1
-                self.estimate.mul_(self.ema).add_(quantiles, alpha=1 - self.ema)
-                quantiles = self.estimate / (1 - self.ema ** int(self.averaged_steps))
-            self.bias.copy_(quantile.centre(quantiles))
+                self.averaged_steps += counted
+                averaged = self.ema * self.estimate + (1 - self.ema) * quantiles
+                self.estimate.copy_(torch.where(counted, averaged, self.estimate))
+                quantiles = self.estimate / (1 - self.ema ** max(1, int(self.averaged_steps)))
+            self.bias.copy_(torch.where(counted, quantile.centre(quantiles), self.bias))
         elif self.mode is Balance.bias:
             load = self.counting.to(self.bias.dtype)
             self.bias += self.bias_step * torch.sign(load.mean() - load)

@@ -76,17 +76,12 @@ class KDA(nn.Module):
     def forward(self, x_TBd: Tensor, context: Context) -> Tensor:
         x_TBd = enter(x_TBd, self.world)
         t, b, _ = x_TBd.shape
-        by_head = (b, t, self.heads, self.head_dim)
         projected = (self.q_proj(x_TBd), self.k_proj(x_TBd), self.v_proj(x_TBd))
-        before = self._inputs_before(projected, context)
-        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        q, k, v = (conv(x, context, past).view(by_head) for conv, x, past in zip(convolutions, projected, before))
-        z = self.f_b_proj(self.f_a_proj(x_TBd)).transpose(0, 1).view(by_head)
-        decay = (z, self.b_proj(x_TBd).transpose(0, 1), self.A_log, self.dt_bias.view(self.heads, self.head_dim))
-        shared: dict[str, Any] = {"gate": self.gate, "lower_bound": self.lower_bound, "document_starts": context.document_starts}
-        link = StateLink(self.world) if self.world.groups.cp.size() > 1 else None
-        out_BTHV, _ = kda(q, k, v, *decay, link=link, **shared)
-        out_TBHV = out_BTHV.transpose(0, 1)
+        z, beta_logit = self.f_b_proj(self.f_a_proj(x_TBd)), self.b_proj(x_TBd)
+        if context.past is None:
+            out_TBHV = self._attend(projected, z, beta_logit, context)
+        else:
+            out_TBHV = context.past.kda(self, projected, z, beta_logit)
         weight = self.o_norm["weight"]
         if self.output_gate is OutputGate.none:
             out = rms_norm(out_TBHV, weight, eps=self.eps).to(x_TBd.dtype)
@@ -94,6 +89,19 @@ class KDA(nn.Module):
             gate = self.g_proj(x_TBd) if self.output_gate is OutputGate.full else self.g_b_proj(self.g_a_proj(x_TBd))
             out = gated_rms_norm(out_TBHV, gate.view(out_TBHV.shape), weight, eps=self.eps)
         return self.o_proj(out.reshape(t, b, -1))
+
+    def _attend(self, projected: Sequence[Tensor], z: Tensor, beta_logit: Tensor, context: Context) -> Tensor:
+        """q, k, v, z [T, B, P], beta_logit [T, B, H] -> [T, B, H, V], over whole rows or context ranks' stretches of them."""
+        t, b, _ = z.shape
+        by_head = (b, t, self.heads, self.head_dim)
+        before = self._inputs_before(projected, context)
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        q, k, v = (conv(x, context, past).view(by_head) for conv, x, past in zip(convolutions, projected, before))
+        z_BTHK = z.transpose(0, 1).view(by_head)
+        decay = (z_BTHK, beta_logit.transpose(0, 1), self.A_log, self.dt_bias.view(self.heads, self.head_dim))
+        shared: dict[str, Any] = {"gate": self.gate, "lower_bound": self.lower_bound, "document_starts": context.document_starts}
+        link = StateLink(self.world) if self.world.groups.cp.size() > 1 else None
+        return kda(q, k, v, *decay, link=link, **shared)[0].transpose(0, 1)
 
     def _inputs_before(self, projected: Sequence[Tensor], context: Context) -> Sequence[Tensor | None]:
         """For each convolution its inputs just before this stretch, [B, W-1, P], in one exchange; None without context ranks."""

@@ -35,6 +35,8 @@ class Column(ColumnParallelLinear):
         self.sequence_parallel = False  # its own gathering of the sequence
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.is_grad_enabled():  # the same product without megatron-core's preparations for a backward pass
+            return F.linear(x, self.weight)
         return super().forward(x, *args, **kwargs)[0]
 
 
@@ -48,8 +50,11 @@ class Row(RowParallelLinear):
             size_in, size_out, config=config, init_method=_undrawn, bias=False, input_is_parallel=True, skip_bias_add=False,
             tp_group=world.groups.tp,
         )  # fmt: skip
+        self.alone = world.groups.tp.size() == 1
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.alone and not torch.is_grad_enabled():
+            return F.linear(x, self.weight)
         return super().forward(x)[0]
 
 

@@ -264,8 +264,18 @@ def _mtp(c: K3Config, s: Share, ahead: int) -> list[Part]:
     ]
 
 
-def passing(c: K3Config, s: Share) -> int:
-    """Bytes that a loss needs beside what it saves, for a moment: logits, or afterwards their gradient in float32 and cast."""
+def passing(c: K3Config, s: Share, policy: ActivationConfig | None = None) -> int:
+    """Bytes that a loss needs beside what it saves, for a moment: logits, or afterwards their gradient in float32 and cast.
+
+    A head in pieces has one piece's logits, probabilities and gradients, the whole gradient of its weight in float32 beside one
+    piece's share of it, and what it reads and its gradient.
+    """
+    if policy is not None and policy.head_chunk is not None:
+        vocabulary, cast = c.vocab_size // s.parallel.tp, s.width if s.math > s.width else 0
+        positions = min(s.stretch, max(1, policy.head_chunk // s.rows))
+        piece = positions * s.rows * vocabulary * (s.width + 2 * s.math + cast)
+        states = 2 * s.tokens * c.hidden_size * s.width + read(c, s, 1)
+        return piece + vocabulary * c.hidden_size * (s.math + cast) + states
     logits = s.tokens * (c.vocab_size // s.parallel.tp)
     forward = (1 + min(1, c.mtp_layers)) * s.width  # the main logits live on while MTP layers run
     return logits * max(forward, s.math + (s.width if s.math > s.width else 0))
@@ -284,6 +294,8 @@ def rerun(parts: Sequence[Part], policy: ActivationConfig | None = None) -> int:
     again = {role for role in ("attention", "feed_forward", "head") if getattr(policy, role) is Save.recompute}
     units: dict[str, int] = {}
     for number, part in enumerate(parts):
+        if part.role == "head" and policy.head_chunk is not None:
+            continue  # `passing` counts its pieces
         whole = part.layer and part.role != "head" and policy.layer is Save.recompute
         if whole or part.role in again:
             unit = part.layer if whole else str(number)

@@ -43,6 +43,7 @@ class MLA(nn.Module):
         # never cut over tensor ranks: the shared key would lose part of its gradient
         self.kv_a_proj_with_mqa = build.duplicated("kv_a_proj_with_mqa", d, c.kv_lora_rank + c.rope_dim)
         self.kv_a_layernorm = build.norm("kv_a_layernorm", c.kv_lora_rank)
+        self.widths = [c.kv_lora_rank, c.rope_dim]  # of a token's compressed vector: latent, shared key
         self.kv_b_proj = build.column("kv_b_proj", c.kv_lora_rank, c.heads * (c.nope_dim + c.v_dim))
         self.output_gate = c.output_gate
         if c.output_gate:
@@ -58,12 +59,23 @@ class MLA(nn.Module):
             query = self.q_proj(entered)
         else:
             query = self.q_b_proj(enter(self.q_a_layernorm(self.q_a_proj(x_TBd)), self.world))
-        t, b, _ = query.shape
-        widths = [self.kv_a_layernorm.weight.numel(), self.rope]
-        latent, shared = self.kv_a_proj_with_mqa(x_TBd).split(widths, dim=-1)
+        latent, shared = self.kv_a_proj_with_mqa(x_TBd).split(self.widths, dim=-1)
         # the shared key enters with the latent: its gradient is the sum over the heads of all tensor ranks
         compressed = enter(torch.cat([self.kv_a_layernorm(latent), shared], dim=-1), self.world)
-        latent, shared = gather_past(compressed, self.world).split(widths, dim=-1)
+        if context.past is None:
+            out_TBP = self._attend(query, compressed, context)
+        else:
+            out_TBP = context.past.mla(self, query, compressed)
+        if self.output_gate:
+            math = torch.float64 if out_TBP.dtype == torch.float64 else torch.float32
+            gate = torch.sigmoid(self.g_proj(entered).to(math))
+            out_TBP = (out_TBP.to(math) * gate).to(x_TBd.dtype)
+        return self.o_proj(out_TBP)
+
+    def _attend(self, query: Tensor, compressed: Tensor, context: Context) -> Tensor:
+        """query [T, B, H N], compressed [T, B, kv_lora_rank + rope] -> [T, B, H V], over whole rows or stretches of them."""
+        t, b, _ = query.shape
+        latent, shared = gather_past(compressed, self.world).split(self.widths, dim=-1)
         past = latent.shape[0]
         kv = self.kv_b_proj(latent).view(past, b, self.heads, self.nope + self.value)
         key, value = kv.split([self.nope, self.value], dim=-1)
@@ -77,9 +89,4 @@ class MLA(nn.Module):
         if self.training and torch.is_grad_enabled():
             # a maximum, so that recomputation and micro-batching change nothing
             torch.maximum(self.max_logits, max_logits.to(self.max_logits.dtype), out=self.max_logits)
-        out_TBP = out_BTHV.transpose(0, 1).reshape(t, b, -1)
-        if self.output_gate:
-            math = torch.float64 if out_TBP.dtype == torch.float64 else torch.float32
-            gate = torch.sigmoid(self.g_proj(entered).to(math))
-            out_TBP = (out_TBP.to(math) * gate).to(x_TBd.dtype)
-        return self.o_proj(out_TBP)
+        return out_BTHV.transpose(0, 1).reshape(t, b, -1)

@@ -47,7 +47,7 @@ class ReadRunningSum(nn.Module):
         return rows.prefix if norm is None else norm(rows.prefix)
 
 
-class _Untouched(torch.autograd.Function):
+class Untouched(torch.autograd.Function):
     """Returns x; gives unused parameters a gradient of zeros, without which gradients could not be reduced during backward."""
 
     @staticmethod
@@ -77,7 +77,7 @@ class ReadBlocks(nn.Module):
 
     def forward(self, rows: Rows, norm: RMSNorm | None = None) -> Tensor:
         if not rows.bank:  # the first layer's attention: nothing to mix, its weights exist in the release all the same
-            prefix = _Untouched.apply(rows.prefix, self.norm, self.query)
+            prefix = Untouched.apply(rows.prefix, self.norm, self.query)
             return prefix if norm is None else norm(prefix)
         sources = (*rows.bank, rows.prefix)
         if norm is None:

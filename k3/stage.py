@@ -7,6 +7,7 @@ Hidden states are [T, B, d], as megatron-core's sequence-parallel operations wan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 from k3.activations import ActivationConfig
 from k3.builder import Builder
-from k3.config import K3Config, Residual
+from k3.config import ConfigError, K3Config, Residual
 from k3.context import Context
+from k3.head import losses_by_piece, scores
 from k3.layer import Layer, MTPLayer
 from k3.linear import Embedding, RMSNorm
 from k3.recompute import saving
-from k3.residual import ReadBlocks, ReadRunningSum, Rows
+from k3.residual import ReadBlocks, ReadRunningSum, Rows, Untouched
 from kernels import documents
 from parallel.context import stretch
 from parallel.cross_entropy import cross_entropy
@@ -49,6 +51,8 @@ class Stage(MegatronModule):
         rows: RowBank,
     ):
         super().__init__(config=build.megatron)
+        if (chunk := activations.head_chunk) is not None and chunk < 1:
+            raise ConfigError(f"activations.head_chunk={chunk}: must be at least 1; null takes all tokens at once")
         self.activations = activations
         self.model_type = ModelType.encoder_or_decoder  # read by megatron-core's schedules
         self.k3 = config
@@ -62,7 +66,7 @@ class Stage(MegatronModule):
         if self.is_last:
             self.output_residual = ReadBlocks(build.megatron) if config.residual is Residual.attnres else ReadRunningSum()
             self.norm = build.norm("norm", config.hidden_size)
-            self.head = build.column("head", config.hidden_size, config.vocab_size)
+            self.head: Any = build.column("head", config.hidden_size, config.vocab_size)
             self.mtp = nn.ModuleList(MTPLayer(config, build.at("mtp", i), activations) for i in range(config.mtp_layers))
 
     def set_input_tensor(self, tensors: Sequence[Tensor | None]) -> None:
@@ -78,9 +82,15 @@ class Stage(MegatronModule):
         loss_mask: Tensor | None = None,
         padding: Tensor | None = None,
         share: float = 1.0,
+        score: bool = False,
     ) -> Tensor:
         """tokens [B, T] int64 -> logits [B, T, V], or with labels losses [1 + M, B, T / context ranks], zero where not counted;
         on all stages but the last, what goes to the next one, [(n + 1) T, B, d].
+
+        With a loss_mask of one row the MTP layers take no part: losses [1, B, T / context ranks], and their gradients are zero.
+
+        score: with labels, [2, B, T] on every rank instead: each label's loss and 1 where it was the likeliest token, else 0. No
+        gradient, no mask, no MTP layers, any T; of the logits never more at once than `activations.head_chunk` tokens'.
 
         Every rank is given the same whole rows; losses are those of a context rank's own stretch of tokens.
         document_starts bool [B, T], true at each document's first token (None: one document a row).
@@ -93,7 +103,8 @@ class Stage(MegatronModule):
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             raise ValueError(f"tokens is {tokens.dtype} of shape {tuple(tokens.shape)}; give int64 [rows, at least one token]")
         b, t = tokens.shape
-        self._check(tokens, labels, loss_mask)
+        self._check(tokens, labels, loss_mask, score)
+        scored, labels = (labels, None) if score else (None, labels)
         starts = documents.resolve(document_starts, b, t, continues=False, device=tokens.device)
         if labels is None:
             short = -t % (self._ranks * self.grid)
@@ -105,12 +116,19 @@ class Stage(MegatronModule):
         if not self.is_last:
             return self.rows.send(self.number, rows.prefix, rows.bank)
         state = self.output_residual(rows)
+        if scored is not None:
+            scored = F.pad(scored, (0, tokens.shape[1] - t))
+            return scores(self.norm, self.head, state, scored, self.world, self.activations.head_chunk)[..., :t]
         if labels is None:
             return self._whole(self._logits(self.norm, state))[:, :t]
         if loss_mask is None:
             loss_mask = default_loss_mask(starts, 1 + self.k3.mtp_layers)
+        depth = loss_mask.shape[0] - 1
+        if depth < self.k3.mtp_layers and torch.is_grad_enabled():
+            unused = [*self.mtp.parameters(), *(() if self.is_first else self.embedding.parameters())]
+            state = Untouched.apply(state, *unused)
         losses = [self._losses(self.norm, state, labels, loss_mask[0])]
-        for m, layer in enumerate(self.mtp):
+        for m, layer in enumerate(self.mtp if depth else ()):
             assert isinstance(layer, MTPLayer)
             # position t reads the embedding of token t + m + 1 and predicts token t + m + 2
             state = layer(state, self.embedding(self._own(_ahead(labels, m))), context)
@@ -154,12 +172,17 @@ class Stage(MegatronModule):
 
     def _losses(self, norm: RMSNorm, state: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         own = self._own(labels).t(), self._own(mask).t()
+        chunk = self.activations.head_chunk
+        if chunk is not None:
+            return losses_by_piece(norm, self.head, state, *own, self.world, chunk).t()
         return saving(self.activations.head, self._score, norm, state, *own).t()
 
     def _score(self, norm: RMSNorm, state: Tensor, labels_TB: Tensor, mask_TB: Tensor) -> Tensor:
         return cross_entropy(self._logits(norm, state), labels_TB, mask_TB, self.world.groups.tp)
 
-    def _check(self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None) -> None:
+    def _check(self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None, score: bool) -> None:
+        if score and (labels is None or loss_mask is not None):
+            raise ValueError("score: needs labels, and takes no loss_mask: it scores every position")
         vocabulary = self.k3.vocab_size
         for name, ids in (("tokens", tokens), ("labels", labels)):
             if ids is None:
@@ -169,6 +192,8 @@ class Stage(MegatronModule):
             # not on CUDA: the check would wait for the device at every step
             if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
                 raise ValueError(f"{name} holds {int(ids.min())}..{int(ids.max())}; the vocabulary is 0..{vocabulary - 1}")
+        if score:
+            return  # is padded to whole stretches
         if labels is not None and tokens.shape[1] % self._ranks:
             cp, tp = self.world.groups.cp.size(), self.world.groups.tp.size()
             raise ValueError(f"rows of {tokens.shape[1]} tokens; give a multiple of context x tensor ranks = {cp} x {tp}")
@@ -177,7 +202,7 @@ class Stage(MegatronModule):
             b, t = tokens.shape
             raise ValueError(f"{b} rows of {t} tokens are {own} a rank; the low precision takes multiples of {self.grid}")
         horizon = 1 + self.k3.mtp_layers
-        if loss_mask is not None and tuple(loss_mask.shape) != (horizon, *tokens.shape):
+        if loss_mask is not None and (loss_mask.shape[1:] != tokens.shape or loss_mask.shape[0] not in (1, horizon)):
             raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; give {(horizon, *tokens.shape)}, one row a target")
 
 

@@ -18,7 +18,11 @@ from optim.config import OptimConfig
 from optim.optimizer import Optimizer
 from parallel.schedule import ParallelModel
 from parallel.world import World
+from recipes.config import Precision
 from recipes.objective import Objective
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
+DTYPES |= {Precision.fp8: torch.bfloat16, Precision.mxfp8: torch.bfloat16}  # of parameters, and of all outside quantised products
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from recipes.coming import TRAINING
 from recipes.compose import compose
-from recipes.config import Config
+from recipes.config import JOBS, Config
 from recipes.errors import UserError, suggestion, word
 
 
@@ -31,14 +31,17 @@ def stages(words: Sequence[str], phases: Sequence[str]) -> list[Stage]:
         if first.chain == ["pretrain"]:
             return [Stage("pretrain", first, common)]
     names = _names([*common, *(rest for _, rest, _ in own if rest.startswith("chain="))], phases)
-    # later stages have the model of the first
-    each: list[list[str]] = [[w for w in common if number == 0 or not _decides_model(w)] for number in range(len(names))]
+    # later stages have the model of the first, and each takes of the common words those that it reads
+    each: list[list[str]] = [
+        [w for w in common if (number == 0 or not _decides_model(w)) and _concerns(w, name, names)]
+        for number, name in enumerate(names)
+    ]
     for where, rest, text in own:
         if rest.split("=")[0].split(".")[0] in ("chain", "submit") or rest.startswith(("run.dir=", "run.resume=")):
             raise UserError(f"{text}: belongs to the whole chain; give it without {where}:")
         each[_number(where, names, text)].append(rest)
     if len(names) == 1:
-        return [Stage(names[0], compose(each[0], "submit"), each[0])]
+        return [Stage(names[0], compose(each[0], "submit", phase=names[0]), each[0])]
     return _linked(names, each)
 
 
@@ -47,7 +50,7 @@ def _linked(names: Sequence[str], each: Sequence[list[str]]) -> list[Stage]:
     base = ""
     for number, (name, words) in enumerate(zip(names, each), 1):
         link = [word("run.init", out[-1].cfg.run.dir)] if out else []
-        cfg = compose([*words, *link], "submit", after=out[-1].cfg.model if out else None)
+        cfg = compose([*words, *link], "submit", phase=name, after=out[-1].cfg.model if out else None)
         if cfg.run.resume is not None:
             raise UserError(f"run.resume={cfg.run.resume}: a chain begins new runs; leave it out")
         base = base or str(cfg.run.dir)
@@ -73,6 +76,13 @@ def _split(text: str) -> tuple[str, str] | None:
     """(stage, word) of `STAGE:key=value`; None for any other word."""
     where, colon, rest = text.partition(":")
     return (where, rest) if colon and where.isidentifier() | where.isdecimal() and "=" in rest else None
+
+
+def _concerns(text: str, phase: str, names: Sequence[str]) -> bool:
+    """Whether a word for all is one for `phase`: of some sections only certain phases read, and where none does, all say so."""
+    section = text.lstrip("+~").split("=")[0].split(".")[0]
+    readers = [name for name in names if section in JOBS[name]]
+    return not readers or phase in readers
 
 
 def _decides_model(text: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from recipes import processes
 from recipes.config import JOBS
 from recipes.errors import UserError, suggestion
+from recipes.phases import PHASES
 
 USAGE = "usage: k3 VERB [key=value ...]"
 
@@ -64,13 +65,15 @@ BENCHES = {
     "balance": Bench("recipes.bench_balance:run", ("picture",)),
     "owners": Bench("recipes.bench_owners:run"),
     "offload": Bench("recipes.bench_offload:run"),
+    "rewards": Bench("recipes.bench_rewards:run"),
     "start": Bench("recipes.bench_start:run"),
+    "length": Bench("recipes.bench_length:run", ("lengths",)),
     "checkpoint": Bench("recipes.bench_checkpoint:run", ("gib", "folder")),
     "faults": Bench("recipes.bench_faults:run", ("n", "precision", "seed", "start")),
 }
 
 VERBS = {
-    "pretrain": Verb("train a model from scratch on text", "recipes.cli:_pretrain", trains=True, phase=True, sections=None),
+    **{name: Verb(what, f"recipes.cli:{name}", trains=True, phase=True, sections=JOBS[name]) for name, what in PHASES.items()},
     "submit": Verb(
         "give a run, or a chain of runs, to Slurm, where it goes on until it is complete",
         "recipes.submit:run",
@@ -172,7 +175,7 @@ def _dispatch(words: list[str], *, entry: bool) -> int:
         from recipes import launch
 
         launch.ensure()
-    return _load(verb.run)(rest) or 0
+    return (_train(name, rest) if verb.phase else _load(verb.run)(rest)) or 0
 
 
 def _refuse_repeated(words: Sequence[str]) -> None:
@@ -210,7 +213,7 @@ def _help(words: list[str]) -> int:
         from recipes import help as table
 
         root = None
-        if name == "prove":  # has defaults of its own
+        if name == "prove" or verb.phase:  # has defaults of its own
             from recipes.compose import defaults
 
             root = defaults(name)
@@ -218,7 +221,7 @@ def _help(words: list[str]) -> int:
     return 0
 
 
-def _pretrain(words: list[str]) -> int:
+def _train(phase: str, words: list[str]) -> int:
     from parallel.config import world_size
     from recipes.compose import compose, resolved_yaml
     from recipes.validate import check_devices, check_memory
@@ -226,8 +229,8 @@ def _pretrain(words: list[str]) -> int:
     os.environ.update(processes.joined(os.environ))
     words, shows = _without_cfg(words)
     if any(word in ("-m", "--multirun") for word in words):
-        return _sweep("pretrain", words, shows)
-    cfg = compose(words)
+        return _sweep(phase, words, shows)
+    cfg = compose(words, phase)
     if shows:
         print(resolved_yaml(cfg), end="")
         return 0
@@ -237,10 +240,10 @@ def _pretrain(words: list[str]) -> int:
         from recipes.run_folder import check_run
 
         check_run(cfg)
-        return processes.run(["pretrain", *words], size)
-    from recipes.pretrain import pretrain
+        return processes.run([phase, *words], size)
+    from recipes.training import train
 
-    return pretrain(cfg) or 0
+    return train(cfg) or 0
 
 
 def _sweep(verb: str, words: list[str], shows: bool) -> int:

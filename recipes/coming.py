@@ -15,6 +15,14 @@ TRAINING = {
 }
 
 
+TOKENIZER = "tokenizer.json"  # in a run folder, and in a published one
+
+
+def tokenizer_beside(init: Path) -> Path:
+    """Where the tokenizer of the model at `init` lies: in the run folder, which may be that of a checkpoint, or the published."""
+    return (init.parent.parent if init.parent.name == "checkpoints" else init) / TOKENIZER
+
+
 class Coming:
     """What an earlier run, which has `model`, will have left at `path`."""
 

@@ -25,10 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 from k3.config import K3Config
 from parallel.config import data_parallel_size
 from recipes import processes
-from recipes.coming import Coming
+from recipes.coming import Coming, tokenizer_beside
 from recipes.config import CONF, GROUPS, JOBS, SUBMITTING, Config, is_group, leaves
 from recipes.errors import UserError, first_line, suggestion
-from recipes.overrides import explain, judge
+from recipes.overrides import explain, judge, owner_of
+from recipes.phases import PHASES
 from recipes.placement import place
 from recipes.unused import without_effect
 from recipes.validate import check, check_fit, check_training
@@ -39,21 +40,27 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"  # the resolved configuration inside a run folder; a job is run from this file, never recomposed
 
 
-def compose(overrides: Sequence[str] = (), job: str = "pretrain", *, after: K3Config | None = None) -> Config:
+def compose(
+    overrides: Sequence[str] = (), job: str = "pretrain", *, phase: str | None = None, after: K3Config | None = None
+) -> Config:
     """The checked configuration of `k3 JOB overrides...`, with every default resolved (`run.dir`, `parallel.dp`).
 
-    With `run.resume` the folder's own configuration is the base, and the overrides change it. after: the model that will be in
+    With `run.resume` the folder's own configuration is the base, and the overrides change it. phase: what `k3 submit` gives to
+    Slurm; else it is the job, where that is one. after: the model that will be in
     `run.init` by the time of the run; None: it is there now. Raises UserError.
     """
     words, base = [judge(word) for word in overrides], []
+    phase = phase or (job if job in PHASES else _typed_phase(words))
+    reads = JOBS[phase] + SUBMITTING if job == "submit" else JOBS[job]
     for word in words:
-        if (section := word.key_or_group.split(".", 1)[0]) not in JOBS[job]:
-            raise UserError(f"{word.input_line}: k3 {job} does not read {section}; it reads {', '.join(JOBS[job])}")
+        if (section := word.key_or_group.split(".", 1)[0]) not in reads:
+            of = job if phase == "pretrain" or job != "submit" else f"submit of {phase}"
+            raise UserError(f"{word.input_line}: k3 {of} does not read {section}; it reads {', '.join(reads)}")
     if job == "prove" and (recipe := next((w for w in reversed(words) if w.key_or_group == "recipe"), None)):
         from recipes.shrink import shrunk  # which composes recipes
 
         base, words = shrunk(str(recipe.value())), [w for w in words if w.key_or_group != "recipe"]
-    cfg = _from_hydra(job, [*base, *(o.input_line for o in words if o.input_line)])
+    cfg = _from_hydra(job, [*base, *(o.input_line for o in words if o.input_line)], phase)
     folder = _resume_folder(cfg)
     if folder is not None:
         cfg = _continue(load_resolved(folder / CONFIG_FILE), cfg, words, folder)
@@ -61,8 +68,8 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain", *, after: K3Co
         _begin(cfg, words, after)
     if job == "submit":
         place(cfg)
-    check(cfg, elsewhere=job == "submit", job=job)
-    if job in ("pretrain", "submit"):
+    check(cfg, elsewhere=job == "submit", job=phase if job == "submit" else job)
+    if job in (*PHASES, "submit"):
         check_training(cfg)
     if job == "estimate":
         from recipes.search import settle
@@ -76,11 +83,19 @@ def compose(overrides: Sequence[str] = (), job: str = "pretrain", *, after: K3Co
     return cfg
 
 
+def _typed_phase(words: Sequence[Override]) -> str:
+    """The phase that `phase=` names, for a job that is none itself."""
+    typed = [str(word.value()) for word in words if word.key_or_group == "phase"]
+    if typed and typed[-1] not in PHASES:
+        raise UserError(f"phase={typed[-1]}: no such phase{suggestion(typed[-1], PHASES)}; there are {', '.join(PHASES)}")
+    return typed[-1] if typed else "pretrain"
+
+
 def _refuse_idle(cfg: Config, words: Sequence[Override], job: str, base: Sequence[str]) -> None:
     """UserError for typed values that differ from their defaults, or from the recipe's, and that nothing would read."""
     groups = [w.input_line for w in words if is_group(w.key_or_group) and w.input_line]
-    default = _from_hydra(job, [*base, *groups])
-    typed = [key for w in words if not is_group(key := w.key_or_group) and key.split(".")[0] not in SUBMITTING]
+    default = _from_hydra(job, [*base, *groups], cfg.phase)
+    typed = [key for w in words if not is_group(key := owner_of(w.key_or_group)) and key.split(".")[0] not in SUBMITTING]
     changed = [key for key in typed if get(cfg, key) != get(default, key)]
     if lines := without_effect(cfg, changed, job):
         raise UserError("\n".join(lines))
@@ -91,9 +106,14 @@ def defaults(job: str) -> Config:
     return _from_hydra(job, [])
 
 
+def sections(cfg: Config) -> list[str]:
+    """Of the configuration what a run of its phase reads, and what its file holds."""
+    return ["phase", *JOBS[cfg.phase]]
+
+
 def resolved_yaml(cfg: Config) -> str:
     """The configuration of a training run."""
-    return OmegaConf.to_yaml(OmegaConf.masked_copy(OmegaConf.structured(cfg), list(JOBS["pretrain"])), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.masked_copy(OmegaConf.structured(cfg), sections(cfg)), resolve=True)
 
 
 def save_resolved(cfg: Config, path: str | Path) -> None:
@@ -129,14 +149,19 @@ def _set(cfg: Config, key: str, value: Any) -> None:
     setattr(owner, last, value)
 
 
-def _from_hydra(job: str, overrides: list[str]) -> Config:
+def _from_hydra(job: str, overrides: list[str], phase: str = "pretrain") -> Config:
     _store_groups()
+    if job == "submit" and phase != "pretrain":  # the defaults of that phase, and a cluster
+        clusters = [text for text in overrides if text.startswith("cluster=")] or ["cluster=slurm"]
+        return _from_hydra(phase, [*(f"+{c}" for c in clusters), *(t for t in overrides if t not in clusters)], phase)
     GlobalHydra.instance().clear()
     # Hydra reports which file it read at every compose; the user asked for none of it
     logging.getLogger("hydra").setLevel(logging.WARNING)
     try:
         with initialize_config_dir(str(CONF), version_base=None):
-            return _typed(hydra_compose(job, overrides=overrides))
+            cfg = _typed(hydra_compose(job, overrides=overrides))
+            cfg.phase = phase
+            return cfg
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         explain(error, overrides)
 
@@ -186,7 +211,7 @@ def _continue(base: Config, typed: Config, words: Sequence[Override], folder: Pa
             continue
         if word.key_or_group == "recipe":
             raise UserError(f"{word.input_line}: a run continues with its own configuration, that of {folder}; leave it out")
-        for key in _set_by(word.key_or_group):
+        for key in _set_by(owner_of(word.key_or_group)):
             _set(base, key, get(typed, key))
     typed_sp = any(word.key_or_group == "parallel.sp" for word in words)
     if before != base.parallel.tp and 1 in (before, base.parallel.tp) and not typed_sp:
@@ -206,6 +231,10 @@ def _begin(cfg: Config, words: Sequence[Override], after: K3Config | None) -> No
             if word.key_or_group.startswith("model."):
                 _set(cfg, word.key_or_group, value[word.key_or_group])
     opened.check(cfg.model)
+    if cfg.data.tokenizer == "train" and not any(word.key_or_group == "data.tokenizer" for word in words):
+        theirs = tokenizer_beside(Path(cfg.run.init))
+        if after is not None or theirs.is_file():
+            cfg.data.tokenizer = str(theirs)
 
 
 def _initial(path: Path) -> Initial:
@@ -226,11 +255,12 @@ def _fill(cfg: Config, job: str) -> None:
     """Defaults that depend on other values, on the time or on the processes a launcher has started, so that the saved file says
     what really ran.
     """
-    cfg.parallel.dp = data_parallel_size(cfg.parallel, processes.count(os.environ) if job == "pretrain" else None)
+    cfg.parallel.dp = data_parallel_size(cfg.parallel, processes.count(os.environ) if job in PHASES else None)
     if cfg.parallel.sp is None:
         cfg.parallel.sp = cfg.parallel.tp > 1
     if cfg.run.dir is None and "run" in JOBS[job]:
-        base = f"runs/{_preset(cfg)}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        of = "" if cfg.phase == "pretrain" else f"{cfg.phase}-"
+        base = f"runs/{of}{_preset(cfg)}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
         cfg.run.dir = base
         number = 1
         while Path(cfg.run.dir).exists():

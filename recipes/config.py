@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig
+from data.tasks.config import TasksConfig
 from k3.activations import OPTIONS as ACTIVATIONS
 from k3.activations import ActivationConfig
 from k3.config import K3Config
@@ -22,6 +23,8 @@ from k3.qat import Qat, QatConfig
 from optim.config import MuonConfig, OptimConfig, OptimizerName
 from parallel.config import ParallelConfig
 from recipes.gpus import EstimateConfig, Gpu
+from recipes.rewards.config import RewardsConfig
+from recipes.rl.config import DistillConfig, RlConfig
 from slurm.config import ClusterConfig
 
 CONF = Path(__file__).parent / "conf"
@@ -113,6 +116,24 @@ class ProveConfig:
 
 
 @dataclass
+class ExamConfig:
+    enabled: bool | None = None  # null: where conversations are made of tasks, and nothing keeps the model from generating
+    max_new_tokens: int = 32  # of an answer to a held-out task
+
+
+@dataclass
+class RecallConfig:
+    # of the rows in which facts are told early and asked late; []: a quarter of data.seq_length, and data.seq_length
+    lengths: list[int] = field(default_factory=list)
+    rows: int = 16  # of each length
+
+
+@dataclass
+class SftConfig:
+    examples: int = 16384  # conversations that are made of tasks; data.chat.path gives others
+
+
+@dataclass
 class SubmitConfig:
     dry_run: bool = False  # print the script, write and submit nothing
     name: str | None = None  # of the job; null: that of the run folder
@@ -121,6 +142,7 @@ class SubmitConfig:
 
 @dataclass
 class Config:
+    phase: str = "pretrain"  # the verb, which sets it
     model: K3Config = field(default_factory=nano)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -128,6 +150,13 @@ class Config:
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     qat: QatConfig = field(default_factory=QatConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    recall: RecallConfig = field(default_factory=RecallConfig)
+    exam: ExamConfig = field(default_factory=ExamConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -147,8 +176,12 @@ SUBMITTING = ("nodes", "chain", "cluster", "submit")
 # which sections each job reads; its words may set no others
 JOBS: dict[str, tuple[str, ...]] = {
     "pretrain": ("recipe", *TRAINING),
+    "extend": ("recipe", *TRAINING, "recall"),
+    "sft": ("recipe", *TRAINING, "tasks", "rewards", "exam", "sft"),
+    "rl": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl"),
+    "distill": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl", "distill"),
     "submit": ("recipe", *TRAINING, *SUBMITTING),
-    "prove": ("recipe", "model", "optim", "parallel", "activations", "qat", "prove"),
+    "prove": ("phase", "recipe", "model", "optim", "parallel", "activations", "qat", "prove"),
     "estimate": (
         "recipe", "model", "optim", "parallel", "activations", "precision", "qat", "data", "gpu", "gpus", "search", "estimate",
     ),

@@ -111,7 +111,7 @@ def account(cfg: Config, *, documents: int = 2) -> list[RankMemory]:
                 optimizer=state.optimizer,
                 activations=(cost - by["rows"] - by["head"]) * count,
                 rows=by["rows"] * count,
-                loss=by["head"] * count + (activations.passing(cfg.model, share) if last else 0),
+                loss=by["head"] * count + (activations.passing(cfg.model, share, cfg.activations) if last else 0),
                 again=activations.rerun(parts[number], cfg.activations),
                 balancing=activations.balancing(cfg.model, share, layers[number], last=last),
                 buffers=activations.payloads(cfg.model, share, layers, number)

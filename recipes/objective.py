@@ -6,7 +6,7 @@ the forward pass, so nothing depends on how the batch is cut into micro-batches 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,15 @@ class Objective:
         """How many tokens ahead the targets reach: 1 + the number of MTP layers."""
         return len(self.weights)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `total` gives, under the names that metrics have."""
+        return ("loss", *(f"mtp_loss/{depth}" for depth in range(1, self.horizon)))
+
+    def yardstick(self, losses: Sequence[float]) -> float | None:
+        """Of `total`'s values the one that must not spike; None: none is a measure of health."""
+        return losses[0]
+
     def denominators(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Counted targets of the global batch for each loss, [1 + M] float64, at least 1 each."""
         counts = torch.stack([batch.loss_mask.sum(dim=(1, 2)) for batch in micro_batches]).sum(0)
@@ -51,8 +60,11 @@ class Objective:
             share=batch.tokens.numel() * self.world.data_size / step_tokens,
         )
 
-    def share(self, losses: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
-        """One micro-batch's share of the step: (the scalar to differentiate, its parts [1 + M] for the report)."""
+    def share(self, losses: Tensor, denominators: Tensor, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
+        """One micro-batch's share of the step: (the scalar to differentiate, its parts [1 + M] for the report).
+
+        batch: what the losses are of, for objectives that weigh tokens.
+        """
         parts = losses.sum(dim=(1, 2)) / denominators.to(losses)
         weights = torch.tensor(self.weights, dtype=losses.dtype, device=losses.device)
         return (parts * weights).sum(), parts.detach()
@@ -78,7 +90,34 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def heldout_loss(model: ParallelModel, batches: Sequence[Batch]) -> float:
     """Mean next-token cross-entropy in nats over all counted targets of a fixed set. Leaves the model's mode as it was.
 
-    Data ranks share the batches; every rank must call it with the same ones. Computed from logits: the MTP layers play no part.
+    Data ranks share the batches; every rank must call it with the same ones. The MTP layers play no part.
+    """
+    return counted(model, batches).loss
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of the counted targets of the main loss: their mean loss in nats, the share that was the likeliest token, their number."""
+
+    loss: float
+    accuracy: float
+    targets: int
+
+
+def counted(model: ParallelModel, batches: Sequence[Batch]) -> Counted:
+    """As `heldout_loss`."""
+    loss, hits, count = evaluated(model, batches, _over_mask, 3)
+    return Counted(loss / max(count, 1), hits / max(count, 1), int(count))
+
+
+def evaluated(
+    model: ParallelModel, batches: Sequence[Batch], measure: Callable[[Batch, Tensor], Tensor], size: int
+) -> list[float]:
+    """The sum over a fixed set of `measure(batch, scores [2, B, T])`, `size` float64 numbers a batch, on every rank alike.
+
+    scores: each label's loss in nats and whether it was the likeliest token (1 or 0). Data ranks share the batches; every rank
+    must call it with the same ones. Leaves the model's mode as it was; of logits no more exist at once than
+    `activations.head_chunk` tokens'.
     """
     world, module = model.world, model.module
     numbers = range(world.data_rank, len(batches), world.data_size)
@@ -90,29 +129,26 @@ def heldout_loss(model: ParallelModel, batches: Sequence[Batch]) -> float:
         sums = evaluate(
             model,
             [batches[i] for i in filled],
-            lambda stage, batch: _logits(stage, to_device(batch, world.device)),
-            _summed_loss,
+            lambda stage, batch: _scores(stage, to_device(batch, world.device)),
+            lambda batch, scores: measure(to_device(batch, scores.device), scores),
         )
     finally:
         module.train(training)
-    counted = sums[: len(numbers)]
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    if counted:
-        total += torch.stack(counted).sum(0)
+    own = sums[: len(numbers)]
+    total = torch.zeros(size, dtype=torch.float64, device=world.device)
+    if own:
+        total += torch.stack(own).sum(0)
     if world.data_size > 1:
         dist.all_reduce(total, group=world.groups.dp)
-    loss, count = from_last_stage(total, world).tolist()
-    return loss / max(count, 1)
+    return from_last_stage(total, world).tolist()
 
 
-def _logits(stage: nn.Module, batch: Batch) -> Tensor:
-    return stage(batch.tokens, batch.document_starts)
+def _scores(stage: nn.Module, batch: Batch) -> Tensor:
+    return stage(batch.tokens, batch.document_starts, labels=batch.labels, score=True)
 
 
-def _summed_loss(batch: Batch, logits: Tensor) -> Tensor:
-    """[2] float64: the sum of the counted targets' losses, and their number."""
-    batch = to_device(batch, logits.device)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-    mask = batch.loss_mask[0].flatten()
-    return torch.stack([losses.masked_fill(~mask, 0).sum(dtype=torch.float64), mask.sum(dtype=torch.float64)])
+def _over_mask(batch: Batch, scores: Tensor) -> Tensor:
+    """[3] float64: sums over the counted targets of losses and hits, and their number."""
+    mask = batch.loss_mask[0]
+    sums = scores.masked_fill(~mask, 0).flatten(1).sum(1, dtype=torch.float64)
+    return torch.cat([sums, mask.sum(dtype=torch.float64).unsqueeze(0)])

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from recipes.config import FILES, GROUPS, Config, is_group, leaves, options
 from recipes.errors import UserError, first_line, shown, suggestion
 
-OPEN = ("cluster.environment",)  # whose names are the user's own
+OPEN = {"cluster.environment": "NAME", "tasks.parameters": "GENERATOR.PARAMETER"}  # whose names are not the schema's
 SIGNS = {"+": "adds a key, and there are none beside the schema's", "~": "deletes a key, and every key is needed"}
 
 
@@ -23,10 +23,13 @@ def judge(word: str) -> Override:
     if word.startswith("-"):
         raise UserError(f"{word}: not an option; give key=value, or --help for the keys")
     key = word.lstrip("+~").split("=", 1)[0]
-    owner = key.rpartition(".")[0]
+    owner = owner_of(key)
+    inside = owner != key
     if key in OPEN and word != f"{key}={{}}" and not word.startswith(("+", "~")):
-        raise UserError(f"{word}: give {key}.NAME=VALUE for each")
-    exists = key in known or is_group(key) or owner in OPEN
+        raise UserError(f"{word}: give {key}.{OPEN[key]}=VALUE for each")
+    if inside and key.count(".") != f"{owner}.{OPEN[owner]}".count("."):
+        raise UserError(f"{word}: give {owner}.{OPEN[owner]}=VALUE")
+    exists = key in known or is_group(key) or inside
     sign = SIGNS.get(word[:1])
     if sign:
         raise UserError(
@@ -35,7 +38,7 @@ def judge(word: str) -> Override:
     if not exists:
         _refuse_unknown(word, key, known)
     if "=" not in word:
-        raise UserError(f"{word}: has no value; give {key}=VALUE" + (f" ({_choice(key, known)})" if owner not in OPEN else ""))
+        raise UserError(f"{word}: has no value; give {key}=VALUE" + (f" ({_choice(key, known)})" if not inside else ""))
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
@@ -50,11 +53,16 @@ def judge(word: str) -> Override:
         raise UserError(f"{word}: no such {key}{suggestion(str(value), options(key))}; there are {', '.join(options(key))}")
     if key in known and isinstance(known[key], bool) and isinstance(value, int) and value not in (0, 1):
         raise UserError(f"{word}: takes true or false, by default {shown(known[key])}")
-    if owner in OPEN:
+    if inside:
         return OverridesParser.create().parse_override("++" + word)  # for Hydra adds it
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{word}: takes a finite number ({_choice(key, known)})")
     return override
+
+
+def owner_of(key: str) -> str:
+    """The leaf of the schema that `key` is or lies in: itself, unless it is an entry of an open mapping."""
+    return next((owner for owner in OPEN if key.startswith(owner + ".")), key)
 
 
 def _choice(key: str, known: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 config.yaml       the resolved configuration; a resume runs from it
 metrics.jsonl     one object a step
+tokenizer.json    what its tokens mean; a run that begins with this one's weights reads it
 checkpoints/      step_N/ and `latest`
 wandb.json        the id of the W&B run that every resume continues
 job.*             of `k3 submit`: the script, the number of the job, its log, and how it failed
@@ -23,6 +24,7 @@ from typing import IO, Any
 
 from parallel import checkpoint
 from parallel.config import ParallelConfig
+from recipes.coming import TOKENIZER
 from recipes.compose import CONFIG_FILE, leaves, load_resolved, save_resolved
 from recipes.config import Config
 from recipes.errors import UserError, shown
@@ -49,9 +51,10 @@ class RunFolder:
     Of several ranks the first holds it for all: the others' have no `lock`, and neither write nor remove anything in it.
     """
 
-    def __init__(self, path: Path, lock: IO[str] | None, last: Path | None, layout: Sequence[str] = ()):
+    def __init__(self, path: Path, lock: IO[str] | None, last: Path | None, phase: str, layout: Sequence[str] = ()):
         self.path = path
         self.checkpoint = last
+        self._phase = phase
         self._layout = layout  # the words by which it differs from the one that the run began with
         self._lock = lock
 
@@ -68,7 +71,7 @@ class RunFolder:
         path = str(self.path)
         plain = re.fullmatch(r"[\w./-]+", path)  # anything else Hydra wants in quotes, and the shell wants around those
         resume = f"run.resume={path}" if plain else shlex.quote(f'run.resume="{path}"')
-        return " ".join(["k3 pretrain", resume, *map(shlex.quote, self._layout)])
+        return " ".join([f"k3 {self._phase}", resume, *map(shlex.quote, self._layout)])
 
     @property
     def is_complete(self) -> bool:
@@ -84,7 +87,7 @@ class RunFolder:
     def discard(self) -> None:
         """Removes a folder in which nothing has happened yet: a refused run leaves none behind."""
         if self._lock is not None and self.checkpoint is None and not self.metrics.exists():
-            for name in (CONFIG_FILE, ".lock"):
+            for name in (CONFIG_FILE, TOKENIZER, ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # what the user had in it stays
                 self.path.rmdir()
@@ -126,7 +129,7 @@ def _open(path: Path, cfg: Config, lock: IO[str]) -> RunFolder:
         if last is not None or (path / "metrics.jsonl").exists():
             raise UserError(f"run.dir={path}: holds a run without its {CONFIG_FILE}; give another folder")
         save_resolved(cfg, path / CONFIG_FILE)
-        return RunFolder(path, lock, None)
+        return RunFolder(path, lock, None, cfg.phase)
     if cfg.run.resume is None:
         raise UserError(f"run.dir={path}: already holds a run; continue it with run.resume={path}, or give another folder")
     if last is None and cfg.run.resume != "auto":
@@ -140,7 +143,7 @@ def _open(path: Path, cfg: Config, lock: IO[str]) -> RunFolder:
     if changed:
         lines = [f"{key}={shown(new)}: the run in {path} has {shown(old)}" for key, old, new in changed]
         raise UserError("\n".join(lines) + "\na resumed run continues as it began: leave this out, or start a new run")
-    return RunFolder(path, lock, last, [f"{key}={shown(new)}" for key, _, new in differing if key in LAYOUT])
+    return RunFolder(path, lock, last, cfg.phase, [f"{key}={shown(new)}" for key, _, new in differing if key in LAYOUT])
 
 
 def _hold(path: Path) -> IO[str]:

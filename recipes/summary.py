@@ -34,6 +34,8 @@ def summarise(records: Sequence[dict[str, Any]], model: dict[str, Any], results:
         "skipped_steps": sum(bool(r["skipped"]) for r in records),
         "balance": balance(records),
         "dense": results.get("dense"),
+        "report": results.get("report", []),
+        **{name: results[name] for name in ("exam", "recall") if name in results},
         "export": results.get("export"),
         "checkpoint": results.get("checkpoint"),
         "saving": results.get("saving"),
@@ -102,8 +104,10 @@ def text(s: dict[str, Any], folder: str) -> str:
     if s["train_loss"] is not None:
         lines.append(f"train loss  {s['train_loss']:.4f} nats (mean of the last {s['train_loss_steps']} steps)")
     if held is not None:
-        side = "below" if held < s["bigram_loss"] else "NOT below"
-        lines.append(f"held-out    {held:.4f} nats: {side} the bigram {s['bigram_loss']:.4f}; unigram {s['unigram_loss']:.4f}")
+        than = ""
+        if (bigram := s["bigram_loss"]) is not None:
+            than = f": {'below' if held < bigram else 'NOT below'} the bigram {bigram:.4f}; unigram {s['unigram_loss']:.4f}"
+        lines.append(f"held-out    {held:.4f} nats{than}")
     if (b := s["balance"]) is not None:
         lines.append(
             f"experts     max/mean load {b['max_over_mean']:.2f} on average in the worst layer ({b['worst_layer']}), at most "
@@ -115,6 +119,7 @@ def text(s: dict[str, Any], folder: str) -> str:
             f"parameters stood at {d['heldout_loss']:.4f} nats after {d['train_seconds']:.0f} s ({d['steps']} steps, "
             f"{d['tokens']:,} tokens); K3 at {d['k3_heldout_loss']:.4f} after {d['k3_train_seconds']:.0f} s"
         )
+    lines += [f"{'measured' if number == 0 else '':<12}{line}" for number, line in enumerate(s["report"])]
     if s["skipped_steps"]:
         lines.append(f"skipped     {s['skipped_steps']} steps whose loss or gradient was not finite or a spike")
     export = f"the model in {s['export']}/ (k3.hf.load), " if s["export"] else ""

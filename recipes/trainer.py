@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from data.batch import StepBatch
 from optim.optimizer import Optimizer, StepReport
+from parallel.boxes import StateProvider
 from parallel.schedule import ParallelModel, run_step
 from recipes.objective import Objective
 
@@ -31,7 +32,7 @@ class StepResult:
     """One finished step. Callbacks read it, and add what they measure to `metrics` (flat names, JSON values)."""
 
     step: int  # from 1
-    losses: list[float]  # nats: next token, then each MTP layer
+    losses: list[float]  # what the objective's `names` say: the next token's in nats, then each MTP layer's
     tokens: int  # of this step, over all data ranks
     sequences: int  # as many, in rows
     seconds: float
@@ -77,6 +78,20 @@ class Callback:
         """Always, and last."""
 
 
+class Keeps(Protocol):
+    """A stream with a state of its own, beside its position."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps as JSON. Every rank must call it."""
+
+    def take(self, facts: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's facts, before the tensors of `provider` are loaded."""
+
+    @property
+    def provider(self) -> StateProvider:
+        """Its tensors."""
+
+
 class Trainer:
     """Trains a model up to a number of steps. `results` is where callbacks leave what later ones report."""
 
@@ -90,6 +105,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         progress: Progress | None = None,
         asked_to_stop: Callable[[], bool] = lambda: False,
+        keeps: Keeps | None = None,
     ):
         self.model = model
         self.module = model.module
@@ -99,6 +115,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.progress = progress or Progress()
         self.asked_to_stop = asked_to_stop
+        self.keeps = keeps
         self.steps = 0
         self.results: dict[str, Any] = {}
 
@@ -134,11 +151,11 @@ class Trainer:
             self.model,
             batch.micro_batches,
             lambda stage, micro: self.objective.forward(stage, micro, batch.tokens),
-            lambda _, losses: self.objective.share(losses, denominators),
+            lambda micro, losses: self.objective.share(losses, denominators, micro),
         )
         self._each("gradients")
         losses = self.objective.total(shares)
-        report = self.optimizer.step(finite=all(map(math.isfinite, losses)), loss=losses[0])
+        report = self.optimizer.step(finite=all(map(math.isfinite, losses)), loss=self.objective.yardstick(losses))
         seconds = time.perf_counter() - began
         done = self.progress
         done.step += 1

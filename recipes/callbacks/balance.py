@@ -17,6 +17,7 @@ class Balance(Callback):
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
         of_layers = over_stages(trainer.objective.world, {b.name: b.load.cpu() for b in self.balancers})
+        of_layers = {name: load for name, load in of_layers.items() if load.any()}  # MTP layers take no part in every phase
         if not of_layers:
             return
         ratios = {name: (load.max() / load.double().mean().clamp(min=1e-9)).item() for name, load in of_layers.items()}

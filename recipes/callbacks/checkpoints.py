@@ -18,6 +18,7 @@ import k3
 from parallel import checkpoint
 from parallel.boxes import Box, StateProvider
 from parallel.states import ModuleState, RandomState
+from parallel.together import from_first
 from recipes.config import CheckpointConfig
 from recipes.console import say
 from recipes.trainer import Callback, Progress, StepResult, Trainer
@@ -62,7 +63,8 @@ class Checkpoints(Callback):
 
     def stuck(self, trainer: Trainer) -> None:
         # skipped steps changed no tensor but counters: the last good state is what is there, with the counters of then
-        if self.good is not None and self.good.progress.step > 0:
+        # a stream with a state of its own has gone on: then the last checkpoint must do
+        if self.good is not None and self.good.progress.step > 0 and trainer.keeps is None:
             self._write(trainer, self.good)
         self._saver.wait()
 
@@ -86,6 +88,8 @@ class Checkpoints(Callback):
     def _write(self, trainer: Trainer, at: _Moment) -> Path:
         facts = self.facts | {"progress": dataclasses.asdict(at.progress), "data_position": at.data_position}
         facts["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
+        if trainer.keeps is not None:
+            facts["stream"] = trainer.keeps.facts()
         now = providers(trainer)
         stored = now | {"optimizer": _At(now["optimizer"], at.counters), "random": _At(now["random"], at.random)}
         return self._saver.save(at.progress.step, stored, facts)
@@ -123,7 +127,8 @@ class _At:
 def providers(trainer: Trainer) -> dict[str, StateProvider]:
     """What a checkpoint stores; the router biases and their averages are buffers of the model."""
     model = ModuleState(trainer.module, k3.cards(trainer.module), trainer.objective.world)
-    return {"model": model, "optimizer": trainer.optimizer, "random": RandomState()}
+    kept = {} if trainer.keeps is None else {"stream": trainer.keeps.provider}
+    return {"model": model, "optimizer": trainer.optimizer, "random": RandomState(), **kept}
 
 
 def restore(trainer: Trainer, path: Path) -> None:
@@ -131,5 +136,7 @@ def restore(trainer: Trainer, path: Path) -> None:
 
     Raises parallel.checkpoint.CheckpointError, naming what differs, where it does not fit.
     """
+    if trainer.keeps is not None:
+        trainer.keeps.take(from_first(trainer.objective.world, lambda: checkpoint.facts(path))["stream"])
     facts = checkpoint.load(path, providers(trainer), trainer.objective.world)
     trainer.progress = Progress(**facts["progress"])

@@ -14,7 +14,8 @@ from recipes.trainer import Callback, StepResult, Trainer
 class Evaluation(Callback):
     """Adds `heldout_loss` (nats per token) to the metrics every `every` steps (0: only at the end), at `also` and at the last."""
 
-    def __init__(self, batches: Sequence[Batch], baselines: Baselines, every: int, also: int | None = None):
+    def __init__(self, batches: Sequence[Batch], baselines: Baselines | None, every: int, also: int | None = None):
+        """baselines: what n-gram counts reach; None where they say nothing."""
         self.batches = batches
         self.baselines = baselines
         self.every = every
@@ -24,7 +25,8 @@ class Evaluation(Callback):
     def start(self, trainer: Trainer) -> None:
         tokens = sum(int(batch.loss_mask[0].sum()) for batch in self.batches)
         b = self.baselines
-        say(f"held-out set: {tokens:,} tokens; bigram {b.bigram:.4f}, unigram {b.unigram:.4f} nats per token on it")
+        than = f"; bigram {b.bigram:.4f}, unigram {b.unigram:.4f} nats per token on it" if b else ""
+        say(f"held-out set: {tokens:,} tokens{than}")
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
         due = self.every > 0 and result.step % self.every == 0
@@ -32,11 +34,12 @@ class Evaluation(Callback):
             return
         self.evaluated = True
         loss = heldout_loss(trainer.model, self.batches)
-        result.metrics |= {"heldout_loss": loss, "bigram_loss": self.baselines.bigram, "unigram_loss": self.baselines.unigram}
-        say(
-            f"step {result.step}: held-out loss {loss:.4f} nats "
-            f"(bigram {self.baselines.bigram:.4f}, unigram {self.baselines.unigram:.4f})"
-        )
+        result.metrics["heldout_loss"] = loss
+        than = ""
+        if b := self.baselines:
+            result.metrics |= {"bigram_loss": b.bigram, "unigram_loss": b.unigram}
+            than = f" (bigram {b.bigram:.4f}, unigram {b.unigram:.4f})"
+        say(f"step {result.step}: held-out loss {loss:.4f} nats{than}")
 
     def complete(self, trainer: Trainer) -> None:
         # a run that was killed after its last save trains no step: the pictures show what the model has read last

@@ -21,7 +21,7 @@ class Export(Callback):
         self.folder = folder
 
     def complete(self, trainer: Trainer) -> None:
-        from k3 import hf  # imports megatron, whose remarks recipes.pretrain.show_logs must silence first
+        from k3 import hf  # imports megatron, whose remarks recipes.training.show_logs must silence first
 
         from_first(trainer.objective.world, lambda: shutil.rmtree(self.folder, ignore_errors=True))
         qat = unwrap(trainer.module).qat.name

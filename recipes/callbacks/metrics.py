@@ -25,8 +25,7 @@ def scalars(result: StepResult, trainer: Trainer) -> dict[str, Any]:
     report, done = result.report, trainer.progress
     return {
         "step": result.step,
-        "loss": result.losses[0],
-        **{f"mtp_loss/{depth}": loss for depth, loss in enumerate(result.losses[1:], 1)},
+        **dict(zip(trainer.objective.names, result.losses)),
         "lr": report.lr,
         "grad_norm": report.grad_norm,
         "clip_coefficient": report.clip_coefficient,

@@ -33,10 +33,11 @@ class Sample(Callback):
             return
         world = trainer.objective.world
         prompt = torch.tensor([self.tokenizer.encode(self.prompt)], dtype=torch.int64, device=world.device)
+        whole = unwrap(trainer.module)
         trainer.module.eval()
-        with unwrap(trainer.module).fixed_weights():
-            logits = _logits(trainer.model)
-            tokens = k3.generate(logits, prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
+        model = whole if whole.is_whole else _logits(trainer.model)
+        with whole.fixed_weights():
+            tokens = k3.generate(model, prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
         text = self.tokenizer.decode(tokens[0].tolist())
         trainer.results["sample"] = text
         if world.rank == 0:

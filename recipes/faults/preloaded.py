@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     import parallel.megatron
     import recipes.cli
     import recipes.faults.start
-    import recipes.pretrain
+    import recipes.training
     from parallel.local import LATER
 
     for name in (

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from data.batch import Batch, StepBatch, collate
 from recipes.config import ProofDocuments, ProveConfig
+from recipes.rl.batch import PolicyBatch
 
 PADDED = 16  # a padded row ends in 1/16, 3/16, 5/16 or 7/16 of padding: up to whole shards of it
 
@@ -13,11 +19,12 @@ PADDED = 16  # a padded row ends in 1/16, 3/16, 5/16 or 7/16 of padding: up to w
 class Batches:
     """The stream of data rank `rank` of `of`: its rows of every micro-batch, so that the ranks together read what one would.
 
-    horizon = 1 + MTP layers. `position` is the number of steps taken.
+    horizon = 1 + MTP layers. `position` is the number of steps taken. phase: of sft and what follows some targets count alone,
+    and of rl and distill each has what a policy, a judge or a teacher could have said of it.
     """
 
-    def __init__(self, cfg: ProveConfig, vocab_size: int, horizon: int, *, rank: int = 0, of: int = 1):
-        self.cfg, self.vocab_size, self.horizon = cfg, vocab_size, horizon
+    def __init__(self, cfg: ProveConfig, vocab_size: int, horizon: int, *, rank: int = 0, of: int = 1, phase: str = "pretrain"):
+        self.cfg, self.vocab_size, self.horizon, self.phase = cfg, vocab_size, horizon, phase
         self.rank, self.of = rank, of
         self.position = 0
 
@@ -26,12 +33,29 @@ class Batches:
         own = c.batch // self.of
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((c.seed, self.position))))
         tokens = generator.integers(self.vocab_size, size=(c.accumulation * c.batch, c.length + 1))
+        said = generator.normal(size=(2, c.accumulation * c.batch, c.length))
         micro_batches = []
         for k in range(c.accumulation):
             rows = range(k * c.batch + self.rank * own, k * c.batch + (self.rank + 1) * own)
-            micro_batches.append(self._batch(tokens[rows.start : rows.stop], rows))
+            batch = self._batch(tokens[rows.start : rows.stop], rows)
+            micro_batches.append(self._in_phase(batch, torch.from_numpy(said[:, rows.start : rows.stop])))
         self.position += 1
         return StepBatch(micro_batches, self.position - 1, c.accumulation * c.batch * c.length)
+
+    def _in_phase(self, batch: Batch, said: Tensor) -> Batch:
+        """said [2, B, T]: normal numbers, which decide what counts and what is said of it."""
+        if self.phase in ("pretrain", "extend"):
+            return batch
+        answers = batch.tokens % 4 > 0  # three quarters of the targets, by what is drawn anyway
+        mask = batch.loss_mask & answers
+        if self.phase == "sft":
+            return replace(batch, loss_mask=mask)
+        # an untrained model gives every token about the same probability: ratios lie around 1, some of them outside the clip
+        behaviour = -math.log(self.vocab_size) + 0.3 * said[0]
+        with_teacher = {"teacher": -math.log(self.vocab_size) + said[1]}
+        more = with_teacher if self.phase == "distill" else {"advantage": said[1].clone()}
+        fields = {name: getattr(batch, name) for name in ("tokens", "labels", "document_starts", "padding")}
+        return PolicyBatch(**fields, loss_mask=mask[:1], behaviour=behaviour, fresh=answers, **more)
 
     def _batch(self, tokens: np.ndarray, rows: range) -> Batch:
         c = self.cfg

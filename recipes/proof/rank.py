@@ -26,6 +26,7 @@ from recipes.proof.batches import Batches
 from recipes.proof.randomise import randomise
 from recipes.proof.trace import Trace
 from recipes.proof.watch import Watch
+from recipes.rl.objective import PolicyObjective
 from recipes.trainer import Callback, StepResult, Trainer
 
 DTYPES = {ProofDType.float64: torch.float64, ProofDType.float32: torch.float32, ProofDType.bfloat16: torch.bfloat16}
@@ -40,10 +41,13 @@ def on_rank(cfg: Config, traffic: bool = True) -> Trace | None:
         cfg.model, cfg.optim, world, dtype=DTYPES[prove.dtype], seed=prove.seed, steps=prove.steps,
         activations=cfg.activations, qat=cfg.qat, prepare=lambda model: randomise(model, prove.seed),
     )  # fmt: skip
-    horizon = parts.objective.horizon
-    stream = Batches(prove, cfg.model.vocab_size, horizon, rank=world.data_rank, of=world.data_size)
+    horizon, objective = parts.objective.horizon, parts.objective
+    if cfg.phase in ("rl", "distill"):
+        r = cfg.rl
+        objective = PolicyObjective((1.0,), world, low=r.low, high=r.high, tau=r.tau, limit=cfg.distill.limit)
+    stream = Batches(prove, cfg.model.vocab_size, horizon, rank=world.data_rank, of=world.data_size, phase=cfg.phase)
     recorder = Recorder(parts, world)
-    trainer = Trainer(parts.model, parts.optimizer, stream, parts.objective, callbacks=[recorder])
+    trainer = Trainer(parts.model, parts.optimizer, stream, objective, callbacks=[recorder])
     if traffic:
         with Traffic(world) as recorder.traffic:
             trainer.run(1)
@@ -101,7 +105,9 @@ class Recorder(Callback):
         for name, (chosen, gaps) in self.watch.whole_routes().items():
             t.chosen[name] = chosen.unflatten(0, (steps, -1)).to(torch.int16)
             t.gaps[name] = gaps.unflatten(0, (steps, -1))
-        t.loads = {name: torch.stack([loads[name] for loads in self.loads]) for name in self.loads[0]}
+        every = {name: torch.stack([loads[name] for loads in self.loads]) for name in self.loads[0]}
+        # routers of MTP layers that take no part have chosen nothing, and then must have counted nothing
+        t.loads = {name: load for name, load in every.items() if name in t.chosen or load.any()}
         t.traffic = {} if self.traffic is None else self.traffic.of_all_ranks()
         t.bins = {f"{b.name}.feed_forward.router.balancer.bias": _bin(b) for b in k3.balancing(self.model)}
         t.muon = {row.name for row in self.parts.optimizer.table.of(Optimizer.MUON)}

@@ -1,5 +1,6 @@
 """Exact round trips, and a user's own tokenizer."""
 
+import json
 from pathlib import Path
 
 import hypothesis
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from data import DataConfig, DataError, load_tokenizer, prepare
-from data.tokenizer import SMALLEST, _pieces, train
+from data.tokenizer import SMALLEST, SPECIAL, Structure, _pieces, train
 
 TEXTS = ["def f(x):\n    return x + 1\n\n\n# \u00fcber 1234\n" * 20, "class A:\n\tpass\n" * 9, Path(__file__).read_text()]
 
@@ -19,12 +20,13 @@ def tokenizer():
 
 @hypothesis.given(st.text())
 @hypothesis.example("<|endoftext|>")
+@hypothesis.example("[open]message[sep][close] [end_of_msg][open]")
 @hypothesis.example("\ufeff\0\r\n \u2028 \U0010ffff a\u0301 <|endoftext|>x")
 @hypothesis.settings(deadline=None)
 def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert tokenizer.eos not in ids  # also where the text spells it
+    assert not tokenizer.special_ids() & set(ids)  # also where the text spells them
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
@@ -38,7 +40,7 @@ def test_every_byte_of_utf8_fits_in_the_smallest_vocabulary(vocab_size):
 def test_training_is_deterministic_and_reaches_its_size(tokenizer):
     assert tokenizer.vocab_size == 300
     again = train(iter(TEXTS), 300)
-    assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0]) and len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+    assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0]) and len(tokenizer.encode(TEXTS[0])) < 0.55 * len(TEXTS[0])
 
 
 def test_documents_end_in_eos_and_long_ones_are_cut_without_a_trace(tokenizer, monkeypatch):
@@ -50,8 +52,51 @@ def test_documents_end_in_eos_and_long_ones_are_cut_without_a_trace(tokenizer, m
     assert whole.tolist() == [*tokenizer.encode(text), tokenizer.eos] and empty.tolist() == [tokenizer.eos]
 
 
+def test_structure_tokens_have_the_first_ids(tokenizer):
+    structure = tokenizer.structure()
+    assert tokenizer.eos == 0 and structure == Structure(1, 2, 3, 4) and tokenizer.special_ids() == {0, 1, 2, 3, 4}
+    assert tokenizer.decode([0, 1, 2, 3, 4]) == "".join(SPECIAL)
+
+
+def edited(tokenizer, tmp_path, edit):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    edit(saved)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    return load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_tokenizer_without_structure_is_refused_only_for_chat(tokenizer, tmp_path):
+    def without(saved):
+        saved["added_tokens"] = [t for t in saved["added_tokens"] if t["content"] not in ("[sep]", "[close]")]
+        for token in "[sep]", "[close]":
+            del saved["model"]["vocab"][token]
+
+    other = edited(tokenizer, tmp_path, without)
+    assert other.decode(other.encode("[sep]")) == "[sep]"
+    with pytest.raises(DataError, match=r"data\.tokenizer=.*tokenizer\.json: has no \[sep\], \[close\]"):
+        other.structure()
+
+
+def test_structure_that_text_can_spell_is_refused(tokenizer, tmp_path):
+    def ordinary(saved):
+        (token,) = (t for t in saved["added_tokens"] if t["content"] == "[open]")
+        token["special"] = False
+
+    with pytest.raises(DataError, match=r"spells \[open\] as that structure token"):
+        edited(tokenizer, tmp_path, ordinary).structure()
+
+
+def test_text_that_does_not_come_back_is_refused(tokenizer, tmp_path):
+    def lossy(saved):
+        saved["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+
+    with pytest.raises(DataError, match="does not give text back"):
+        edited(tokenizer, tmp_path, lossy).structure()
+
+
 def test_too_small_a_vocabulary_is_refused():
-    with pytest.raises(DataError, match=r"model.vocab_size=200.*244"):
+    with pytest.raises(DataError, match=r"model.vocab_size=200.*248"):
         train(["a"], 200)
 
 

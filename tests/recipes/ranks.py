@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from recipes import pretrain
+from recipes import training
 from recipes.compose import compose
 from recipes.trainer import Callback, StepResult, Trainer
 
@@ -58,15 +58,15 @@ def train(words: list[str], said: str | None = None, disturb: tuple[str, int] | 
         os.dup2(file.fileno(), 2)
     trained: list[Trainer] = []
 
-    def build(*args: Any, **kwargs: Any) -> Trainer:
-        trained.append(original(*args, **kwargs))
-        return trained[0]
+    def run(trainer: Trainer, steps: int) -> bool:
+        trained.append(trainer)
+        return original(trainer, steps)
 
-    original, pretrain.build = pretrain.build, build
+    original, Trainer.run = Trainer.run, run
     if disturb is not None and disturb[0] == "raise":
         os._exit = hang_up  # type: ignore[assignment]
     if disturb is not None:
         # in the place of the progress bar, which rank 1 does not have
-        pretrain.cb.on_first = lambda world, callback: Disturb(*disturb)
-    code = pretrain.pretrain(compose(words))
+        training.cb.on_first = lambda world, callback: Disturb(*disturb)
+    code = training.train(compose(words))
     return {"code": code, "progress": trained[0].progress, "skipped": trained[0].optimizer.skipped_count}

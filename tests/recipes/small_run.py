@@ -9,7 +9,7 @@ from typing import Any
 from recipes.compose import compose
 from recipes.faults.corpus import write_corpus
 from recipes.faults.same import different_tensors, stored
-from recipes.pretrain import pretrain
+from recipes.training import train
 
 __all__ = ["curve", "do", "metrics", "resume", "same_checkpoint", "stored", "words", "write_corpus"]
 
@@ -24,11 +24,11 @@ def words(home: Path, run: str, *more: str) -> list[str]:
 
 def do(home: Path, run: str, *more: str) -> tuple[int, Path]:
     """Runs it in this process: (exit code, run folder)."""
-    return pretrain(compose(words(home, run, *more))), home / run
+    return train(compose(words(home, run, *more))), home / run
 
 
 def resume(folder: Path, *more: str) -> int:
-    return pretrain(compose([f"run.resume={folder}", "wandb.mode=disabled", *more]))
+    return train(compose([f"run.resume={folder}", "wandb.mode=disabled", *more]))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import data
 import parallel
 from k3 import hf
 from parallel import checkpoint
@@ -16,8 +15,9 @@ from recipes import cli
 from recipes.compose import compose
 from recipes.errors import UserError
 from recipes.initial import Initial, initial
-from recipes.pretrain import build
+from recipes.phases.pretrain import Phase
 from recipes.stored import Stored
+from recipes.training import build
 from tests.golden.vectors import FOLDER
 from tests.k3 import test_kimi_linear as kimi_linear
 from tests.k3.published import golden, write
@@ -104,10 +104,9 @@ def test_a_run_begins_with_the_weights_and_masters_of_another(home, capsys):
     assert cfg.model.layers == 4, "the model is that of the checkpoint"
     world = parallel.start()
     try:
-        prepared = data.prepare(cfg.data, cfg.model.vocab_size)
         for more, source in (([], "optimizer.{}.master"), (["precision=fp32"], "model.{}")):
             cfg = compose([*typed, *more])
-            trainer = build(cfg, cfg.model, world, prepared, steps=9, weights=initial(cfg.run.init, world))
+            trainer = Phase(cfg, world).trainer(build(cfg, world, initial(cfg.run.init, world)), 0)
             found = trainer.optimizer.masters or dict(trainer.module.named_parameters())
             names = [name for name in found if source.format(name) in kept]
             assert len(names) > 20 and all(

@@ -13,7 +13,7 @@ from recipes.compose import compose
 from recipes.config import Precision
 from recipes.errors import UserError
 from recipes.precision import unfit
-from recipes.pretrain import pretrain
+from recipes.training import train
 from tests.k3 import te_standin
 from tests.recipes.small_run import do, metrics, stored, words, write_corpus
 
@@ -97,7 +97,7 @@ def test_a_whole_run_quantises_and_leaves_what_bf16_leaves(tmp_path: Path):
     cfg = compose(words(tmp_path, "low", *more))
     cfg.precision.name = Precision.mxfp8
     with te_standin.installed() as record:
-        assert (code, pretrain(cfg)) == (0, 0)
+        assert (code, train(cfg)) == (0, 0)
     products = [recipe for module, recipe in record.ran if isinstance(module, te_standin.Linear | te_standin.GroupedLinear)]
     assert products and set(products) == {te_standin.MXFP8BlockScaling(te_standin.Format.E4M3)}
     low = tmp_path / "low"

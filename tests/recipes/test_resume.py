@@ -13,8 +13,8 @@ import torch
 
 from recipes.compose import compose
 from recipes.errors import UserError
-from recipes.pretrain import pretrain
 from recipes.run_folder import cut_metrics, open_run
+from recipes.training import train
 from tests.recipes.small_run import curve, do, metrics, resume, same_checkpoint, words, write_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +192,7 @@ def test_a_folder_with_a_run_is_not_overwritten(home, whole):
     cfg = compose(words(home, "race", *STEPS))
     shutil.copytree(whole, home / "race")  # another command was faster between composing and starting
     with pytest.raises(UserError, match=r"already holds a run; continue it with run\.resume="):
-        pretrain(cfg)
+        train(cfg)
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed_by_name(home):
@@ -200,7 +200,7 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed_by_name(home):
     open_run(cfg).close()
     cfg.run.resume = cfg.run.dir
     with pytest.raises(UserError, match="no checkpoint yet"):
-        pretrain(cfg)
+        train(cfg)
     cfg.run.resume = "auto"
     folder = open_run(cfg)
     assert folder.checkpoint is None

@@ -10,14 +10,14 @@ from data import DataError
 from parallel import checkpoint
 from parallel.checkpoint_folder import STATE
 from recipes.compose import compose
-from recipes.pretrain import pretrain
+from recipes.training import train
 
 
 def test_a_run_refused_for_its_corpus_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     cfg = compose([f"data.corpus={tmp_path / 'empty'}", f"run.dir={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}"])
     with pytest.raises(DataError, match="empty"):
-        pretrain(cfg)
+        train(cfg)
     assert not (tmp_path / "run").exists()
 
 

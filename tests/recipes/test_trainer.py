@@ -25,8 +25,9 @@ from recipes.compose import compose
 from recipes.config import CheckpointConfig
 from recipes.interrupts import Interrupts
 from recipes.objective import Objective, heldout_loss
-from recipes.pretrain import build
+from recipes.phases.pretrain import Phase
 from recipes.trainer import Callback, TrainingError
+from recipes.training import build
 from tests.recipes.small_run import do, metrics, same_checkpoint, stored, words, write_corpus
 
 MAX_SKIPPED = GuardConfig().max_skipped
@@ -51,7 +52,8 @@ def make(home, world):
 
     def trainer(*more, steps=20):
         cfg = compose(words(home, "unused", *more))
-        return build(cfg, cfg.model, world, data.prepare(cfg.data, cfg.model.vocab_size), steps=steps)
+        cfg.run.steps = steps
+        return Phase(cfg, world).trainer(build(cfg, world), 0)
 
     return trainer
 
@@ -138,11 +140,11 @@ class Spoil(Callback):
     def spoil(self, trainer):
         share = trainer.objective.share
         if self.how == "loss":
-            spoilt = lambda losses, denominators: tuple(x + torch.inf for x in share(losses, denominators))
+            spoilt = lambda losses, denominators, *_: tuple(x + torch.inf for x in share(losses, denominators))
         elif self.how == "spike":
-            spoilt = lambda losses, denominators: (share(losses, denominators)[0], 1000 * share(losses, denominators)[1])
+            spoilt = lambda losses, denominators, *_: (share(losses, denominators)[0], 1000 * share(losses, denominators)[1])
         else:
-            spoilt = lambda losses, denominators: (
+            spoilt = lambda losses, denominators, *_: (
                 share(losses * losses.detach() / 0.0, denominators)[0],
                 share(losses, denominators)[1],
             )

@@ -1,9 +1,8 @@
-"""`k3 pretrain`: the main path, from a configuration to a trained model, its pictures and its summary."""
+"""A training run of any phase, from a configuration to a trained model, its pictures and its summary: the main path."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,37 +13,39 @@ from omegaconf import OmegaConf
 import data
 import k3
 import parallel
+from data.config import micro_batches
 from k3 import ConfigError
 from k3.cards import describe
 from parallel import ParallelError, checkpoint
 from parallel.checkpoint import CheckpointError
 from parallel.stages import bubble
 from parallel.states import seed_generators
-from parallel.together import from_first, gather, over_stages, told_once
+from parallel.together import from_first, over_stages, told_once
 from parallel.world import World
 from recipes import callbacks as cb
 from recipes import processes
-from recipes.assemble import assemble
+from recipes.assemble import DTYPES, Parts, assemble
 from recipes.callbacks.checkpoints import restore
 from recipes.code_version import code_version
-from recipes.config import JOBS, Config, Precision, WandbMode
+from recipes.coming import TOKENIZER
+from recipes.compose import sections
+from recipes.config import Config, WandbMode
 from recipes.console import console, say, show_logs
 from recipes.dashboard import wanted_mode
 from recipes.errors import UserError
 from recipes.initial import Initial, initial
 from recipes.interrupts import Interrupts
+from recipes.phases import open_phase
 from recipes.precision import low_precision
 from recipes.run_folder import RunFolder, cut_metrics, open_run
 from recipes.summary import sizes
-from recipes.trainer import Trainer, TrainingError
+from recipes.trainer import TrainingError
 
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
-DTYPES |= {Precision.fp8: torch.bfloat16, Precision.mxfp8: torch.bfloat16}  # of parameters, and of all outside quantised products
 MISTAKES = (UserError, data.DataError, CheckpointError, ConfigError, ParallelError)  # the user's: all ranks find them together
 
 
-def pretrain(cfg: Config) -> int:
-    """Trains a model on text as `cfg` (from recipes.compose) says, or continues the run in `cfg.run.dir`.
+def train(cfg: Config) -> int:
+    """Trains a model in the phase `cfg.phase` as `cfg` (from recipes.compose) says, or continues the run in `cfg.run.dir`.
 
     Every rank calls it, and all go by rank 0's `cfg`. Returns the exit code: 0 when complete or stopped by SIGTERM or SIGUSR1
     with everything saved, 130 after Ctrl-C, 1 when training failed. Raises UserError or DataError for what the user can mend.
@@ -71,7 +72,7 @@ def run(cfg: Config, world: World) -> int:
             say((folder.path / "summary.txt").read_text() + f"{folder.path}: this run is complete")
             return 0
         with Interrupts() as interrupts:
-            return train(cfg, folder, interrupts, world)
+            return run_in(cfg, folder, interrupts, world)
     except CheckpointError as error:
         raise UserError(str(error)) from error
     except (UserError, data.DataError):
@@ -81,38 +82,30 @@ def run(cfg: Config, world: World) -> int:
         folder.close()
 
 
-def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) -> int:
+def run_in(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) -> int:
     """The run itself, inside a folder that is this run's own."""
-    prepared = prepare(cfg, world)
-    heldout = data.heldout(cfg.data, prepared)
-    baselines = data.baselines(prepared, heldout)
-    at = from_first(world, lambda: position(folder, prepared.key))
+    phase = open_phase(cfg, world)
+    at = from_first(world, lambda: position(folder, phase.key))
     try:
         weights = initial(cfg.run.init, world) if folder.checkpoint is None else None
-        trainer = build(cfg, cfg.model, world, prepared, steps=cfg.run.steps, position=at, weights=weights)
+        trainer = phase.trainer(build(cfg, world, weights), at)
         trainer.asked_to_stop = lambda: interrupts.agreed(world)
-        dense = dataclasses.replace(k3.preset("dense"), vocab_size=cfg.model.vocab_size)
         cards = describe(cfg.model)
         heads = {name for name, card in cards.items() if card.blocks.per_head}
         model = {"name": folder.path.name, **sizes(cards.values(), cfg.model.moe.top_k)}
         layout = dataclasses.asdict(cfg.parallel)
-        compared = math.ceil(cfg.run.steps * cfg.run.compare_dense) or None
         prompt = (cfg.run.sample_prompt, cfg.run.sample_tokens, cfg.run.seed)
-        facts = {"data": prepared.key, "model": plain(cfg)["model"], "config": plain(cfg), "code": code_version()}
+        facts = {"data": phase.key, "model": plain(cfg)["model"], "config": plain(cfg), "code": code_version()}
         facts["wandb"] = from_first(world, lambda: identify(folder, cfg))
         # every rank has as many: each may take part in what all compute, and all are asked at once whether to stop
         trainer.callbacks = [
-            cb.Evaluation(heldout, baselines, cfg.run.eval_every, also=compared),
+            *phase.measures(folder),
             cb.Balance(k3.balancing(trainer.module)),
             cb.Checkpoints(folder.checkpoints, cfg.checkpoint, facts),
             cb.Metrics(folder.metrics, heads),
             cb.on_first(world, cb.ProgressBar()),
-            cb.Sample(folder.path, prepared.tokenizer(), *prompt),
-            *(
-                [cb.DenseComparison(lambda n: build(cfg, dense, world, prepared, steps=n), heldout, folder.metrics, compared)]
-                if compared
-                else []
-            ),
+            cb.Sample(folder.path, phase.tokenizer, *prompt),
+            *phase.finale(folder),
             cb.Pictures(folder.path, live=facts["wandb"] is not None),
             cb.Export(folder.path / "hf"),
             cb.on_first(world, cb.Summary(folder.path, model, layout)),
@@ -122,11 +115,12 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
             say(f"pipeline rank {rank}:\n{table}" if world.config.pp > 1 else table)
         where = f"{world.size} processes on {world.device.type}" if world.size > 1 else f"{world.device}"
         if cfg.parallel.pp > 1:
-            of = data.config.micro_batches(cfg.data, of=world.data_size)
+            of = micro_batches(cfg.data, of=world.data_size)
             say(f"pipeline: {of} micro-batches a step; ranks wait at least {bubble(cfg.parallel, of):.0%} of the time")
-        if (size := len(data.config.samples_of(cfg.data, cfg.run.steps - 1))) < cfg.data.batch_size:
-            say(f"data.ramp: the run ends at {size} sequences a step, before data.batch_size={cfg.data.batch_size} is reached")
+        for line in phase.lines:
+            say(line)
         say(f"run {folder.path}: {model['parameters']:,} parameters, {model['active']:,} active a token, on {where}")
+        from_first(world, lambda: phase.tokenizer.save(folder.path / TOKENIZER))  # for phases that begin with this model
         if folder.checkpoint is not None:
             restore(trainer, folder.checkpoint)
             say(f"continuing from {folder.checkpoint}")
@@ -150,6 +144,25 @@ def train(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World) 
     return interrupts.exit_code
 
 
+def build(cfg: Config, world: World, weights: Initial | None = None) -> Parts:
+    """Model, optimizer and objective at step 0. `weights`: what its parameters are; None: drawn from `run.seed`."""
+    parts = assemble(
+        cfg.model,
+        cfg.optim,
+        world,
+        dtype=DTYPES[cfg.precision.name],
+        seed=cfg.run.seed,
+        steps=cfg.run.steps,
+        activations=cfg.activations,
+        low_precision=low_precision(cfg.precision.name),
+        qat=cfg.qat,
+        weights=weights.weights if weights else None,
+    )
+    if weights:
+        weights.masters(parts.optimizer)
+    return parts
+
+
 def open_together(cfg: Config, world: World) -> RunFolder:
     """The run folder on every rank: rank 0 opens it, as recipes.run_folder.open_run, and the others hear where it stands."""
     opened: list[RunFolder] = []
@@ -159,61 +172,7 @@ def open_together(cfg: Config, world: World) -> RunFolder:
         return opened[0].path, opened[0].checkpoint
 
     path, last = from_first(world, first)
-    return opened[0] if opened else RunFolder(path, None, last)
-
-
-def prepare(cfg: Config, world: World) -> data.Prepared:
-    """The token files: rank 0 makes them where they are missing, the others find them, or where each machine has its own disk
-    make them there.
-
-    Raises UserError where ranks read different data.
-    """
-    made = prepared = from_first(world, lambda: data.prepare(cfg.data, cfg.model.vocab_size))
-    found = made.key
-    if world.rank > 0:
-        try:
-            prepared = data.prepare(cfg.data, cfg.model.vocab_size)
-            found = prepared.key
-        except data.DataError as error:
-            found = f"none: {error}"
-    for rank, key in enumerate(gather(world, found)):
-        if key != made.key:
-            raise UserError(
-                f"data.corpus={cfg.data.corpus}: rank {rank} finds the prepared data {key}, and rank 0 {made.key}; "
-                "give all machines the same files and the same version of tokenizers"
-            )
-    return prepared
-
-
-def build(
-    cfg: Config,
-    model: k3.K3Config,
-    world: World,
-    prepared: data.Prepared,
-    *,
-    steps: int,
-    position: int = 0,
-    weights: Initial | None = None,
-) -> Trainer:
-    """A trainer at step 0 for a model of `cfg`'s data, optimizer and precision; its stream starts at step `position`.
-
-    `weights`: what its parameters are; None: drawn from `run.seed`.
-    """
-    parts = assemble(
-        model,
-        cfg.optim,
-        world,
-        dtype=DTYPES[cfg.precision.name],
-        seed=cfg.run.seed,
-        steps=steps,
-        activations=cfg.activations,
-        low_precision=low_precision(cfg.precision.name),
-        weights=weights.weights if weights else None,
-    )
-    if weights:
-        weights.masters(parts.optimizer)
-    of = {"rank": world.data_rank, "of": world.data_size, "horizon": parts.objective.horizon}
-    return Trainer(parts.model, parts.optimizer, data.stream(cfg.data, prepared, position=position, **of), parts.objective)
+    return opened[0] if opened else RunFolder(path, None, last, cfg.phase)
 
 
 def position(folder: RunFolder, data_key: str) -> int:
@@ -241,5 +200,5 @@ def identify(folder: RunFolder, cfg: Config) -> str | None:
 
 def plain(cfg: Config) -> dict[str, Any]:
     """The configuration as a dashboard takes it: enums by name."""
-    read = OmegaConf.masked_copy(OmegaConf.structured(cfg), list(JOBS["pretrain"]))
+    read = OmegaConf.masked_copy(OmegaConf.structured(cfg), sections(cfg))
     return OmegaConf.to_container(read, enum_to_str=True)  # type: ignore[return-value]

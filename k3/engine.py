@@ -1,0 +1,323 @@
+"""Generates text from the training modules and weights in place: prefill, decode, prefix cache, pauses.
+
+    engine = k3.Engine(model, slots=64)
+    rows = [k3.Trajectory(prompt, key=(p, k)) for p, prompt in enumerate(prompts) for k in range(8)]
+    engine.run(rows, k3.Sampling(max_new_tokens=256, stop=(end,)), enough=6 * len(prompts), seed=step)
+
+Exact in float32 on one CPU thread, bit for bit (tests/k3/test_engine.py): a prompt found in the cache continues as a cold one,
+for every hit; a trajectory's tokens and log-probabilities depend on its prompt, its key and the seed, never on other rows, its
+slot, the order or pauses. Prompts are cut at absolute block boundaries, decode runs in multiples of 16 rows, and each draw has a
+random number of its own. The log-probabilities are those of a training pass to rounding (`mismatch` says how far off).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from k3.generation.forward import advance, logits
+from k3.generation.lockstep import Lockstep, fingerprint
+from k3.generation.past import Derived, SlotsPast
+from k3.generation.prefixes import Node, Prefixes
+from k3.generation.sampling import Sampling, draw, log_probabilities, stream, uniforms
+from k3.generation.states import Shapes, Slots, State
+from k3.generation.trajectory import Trajectory
+from k3.linear import Column
+from k3.model import Model
+from parallel.config import ParallelError
+
+FEW_ROWS = 16  # products of fewer rows round differently (kernels/experts)
+PREFILL_TOKENS = 512  # of one pass, all prompts together
+
+
+@dataclass
+class Stats:
+    """Since the engine was made. prefilled and reused count tokens; a reused one was found in the cache or shared in a run."""
+
+    prefilled: int = 0
+    reused: int = 0
+    decoded: int = 0
+    prefill_passes: int = 0
+    decode_passes: int = 0
+    cleared: int = 0  # times that changed weights emptied the prefix cache
+
+
+@dataclass
+class _Prompt:
+    """Tokens that some trajectories have in common, and these; once computed, what they begin from."""
+
+    tokens: list[int]
+    waiting: deque[Trajectory] = field(default_factory=deque)
+    ready: tuple[State, Tensor] | None = None  # after all tokens, and the logits [V] of the last
+    running: bool = False
+
+
+class Engine:
+    """Generates with `model`, at most `slots` trajectories at once, prompts in blocks of `block` tokens.
+
+    `prefix_bytes` bounds the prefix cache. Weights may change between runs: the cache notices by their bits. Tensor ranks hand in
+    the same trajectories and draw the same tokens; data and context ranks hand in their own. Where experts are spread over ranks,
+    all ranks call `run` together. Raises ParallelError for pipelines, ValueError for sizes that cannot be kept.
+    """
+
+    def __init__(self, model: Model, *, slots: int = 64, block: int = 64, prefix_bytes: int = 256 << 20):
+        world = model.world
+        if not model.is_whole:
+            raise ParallelError(f"parallel.pp={world.config.pp}: generation needs all layers on a rank; give parallel.pp=1")
+        self.unit = lcm(FEW_ROWS, world.groups.tp.size())
+        if slots < 1 or prefix_bytes < 0:
+            raise ValueError(f"slots={slots}, prefix_bytes={prefix_bytes}: give at least one slot and no negative size")
+        if block < 1 or block % self.unit:
+            raise ValueError(f"block={block}: must be a positive multiple of {self.unit}")
+        self.model, self.stage = model, model.stages[0]
+        shapes = Shapes(self.stage)
+        if any(not isinstance(layer.kv_b_proj, Column) for layer in shapes.mla):
+            raise ValueError("the model was built with low_precision, which generation does not honour; build it without")
+        self.slots, self.block = -(-slots // self.unit) * self.unit, block
+        self.stats = Stats()
+        self._lockstep = Lockstep(world)
+        self._prefixes = Prefixes(block, prefix_bytes)
+        self._weights: tuple[int, ...] = ()
+        self._slots = Slots(shapes, self.slots)
+        self._bench = Slots(shapes, max(1, PREFILL_TOKENS // block))  # where prompts are computed
+        self._reset()
+
+    def _reset(self) -> None:
+        self._active: list[Trajectory] = []  # in the first rows of the slots, the token last drawn not yet passed through
+        self._jobs: list[_Prompt] = []  # in the first rows of the bench
+        self._slots.length = [0] * self._slots.rows
+        self._bench.length = [0] * self._bench.rows
+
+    def clear(self) -> None:
+        """Empties the prefix cache. `run` does it by itself when weights have changed."""
+        self._prefixes.clear()
+
+    def run(self, trajectories: Sequence[Trajectory], sampling: Sampling, *, enough: int | None = None, seed: int = 0) -> None:
+        """Goes on with `trajectories` until `enough` of them are finished (None: all); the others keep their states, and go on
+        first in the next run. Raises ValueError for an empty prompt, one outside the vocabulary, or a key given twice.
+        """
+        self._check(trajectories)
+        with self._inference():
+            self._notice_weights()
+            self._sampling, self._seed = sampling, seed
+            self._all, self._enough = trajectories, len(trajectories) if enough is None else enough
+            for t in trajectories:
+                if t.finished is None and len(t.tokens) >= sampling.max_new_tokens:
+                    t.finished, t.state = "length", None
+            self._streams = {id(t): stream(seed, t.key) for t in trajectories}
+            self._done = sum(t.finished is not None for t in trajectories)
+            self._queue()
+            try:
+                self._loop()
+            finally:
+                self._reset()
+
+    def mismatch(self, trajectories: Sequence[Trajectory], sampling: Sampling) -> float:
+        """The largest |log-probability kept - that of a training forward pass| over all tokens; 0 without any.
+
+        One pass over all of them together. Context ranks must hand in the same trajectories, ranks that share experts call it
+        together. The weights must be those that generated.
+        """
+        drawn = [t for t in trajectories if t.tokens] or [Trajectory([0], ())]
+        rows = [torch.tensor(t.prompt + t.tokens, device=self.stage.world.device) for t in drawn]
+        with self._inference():
+            out = self.model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+            worst = 0.0
+            for t, row, scores in zip(drawn, rows, out):
+                if t.tokens:
+                    logp = log_probabilities(scores[len(t.prompt) - 1 : len(row) - 1], sampling)
+                    theirs = logp.gather(-1, row[len(t.prompt) :, None]).squeeze(-1).double().cpu()
+                    worst = max(worst, (theirs - torch.tensor(t.logprobs, dtype=torch.float64)).abs().max().item())
+        return worst
+
+    # -- the loop: admit, one pass through the model, draw ----------------------------------------------------------------
+
+    def _queue(self) -> None:
+        self._paused: deque[Trajectory] = deque()
+        prompts: dict[tuple[int, ...], _Prompt] = {}
+        for t in self._all:
+            if t.finished is not None:
+                continue
+            if t.state is not None:
+                self._paused.append(t)
+            else:
+                tokens = (*t.prompt, *t.tokens)
+                prompts.setdefault(tokens, _Prompt(list(tokens))).waiting.append(t)
+        self._prompts: deque[_Prompt] = deque(prompts.values())
+
+    def _loop(self) -> None:
+        while True:
+            if self._done < self._enough:
+                self._admit()
+            if self._done >= self._enough:  # a first token may have ended one
+                self._pause()
+            prefill, decode = self._lockstep.any(bool(self._jobs), bool(self._active))
+            if prefill:
+                self._prefill()
+            elif decode:
+                self._decode()
+            else:
+                return
+
+    def _pause(self) -> None:
+        for row, t in enumerate(self._active):
+            t.state = self._slots.save(row)
+        self._paused.clear()
+        self._prompts.clear()
+        self._reset()
+
+    def _admit(self) -> None:
+        """Fills free slots: paused trajectories, then prompts that are known or computed; starts to compute the next ones."""
+        free = self.slots - len(self._active)
+        pending = bool(self._jobs) or any(p.ready for p in self._prompts)
+        if free < max(1, self.slots // 8) and self._active and not pending:
+            return  # a pass for one prompt costs little less than for several
+        while self._paused and free:
+            t = self._paused.popleft()
+            assert t.state is not None
+            self._slots.load(len(self._active), t.state)
+            self._active.append(t)
+            t.state, free = None, free - 1
+        for prompt in list(self._prompts):
+            if free <= 0:
+                return
+            if prompt.ready is None and not prompt.running:
+                self._start(prompt)
+            if prompt.ready is not None:
+                self._begin(prompt, free)
+                if not prompt.waiting:
+                    self._prompts.remove(prompt)
+                free = self.slots - len(self._active)
+            else:
+                free -= len(prompt.waiting)
+
+    def _start(self, prompt: _Prompt) -> None:
+        if len(self._jobs) == self._bench.rows:
+            return
+        state, last = self._prefixes.find(prompt.tokens)
+        if state is not None and last is not None:
+            prompt.ready = state, last
+        else:
+            self._bench.load(len(self._jobs), state or self._bench.shapes.empty())
+            self._jobs.append(prompt)
+            prompt.running = True
+        self.stats.reused += state.length if state is not None else 0
+
+    def _begin(self, prompt: _Prompt, free: int) -> None:
+        """Up to `free` trajectories of a computed prompt draw their first token and take slots."""
+        assert prompt.ready is not None
+        state, last = prompt.ready
+        starting = [prompt.waiting.popleft() for _ in range(min(free, len(prompt.waiting)))]
+        rows = -(-len(starting) // FEW_ROWS) * FEW_ROWS
+        self._draw(starting, last.expand(rows, -1))
+        for t in starting:
+            if t.finished is None:
+                self._slots.load(len(self._active), state)
+                self._active.append(t)
+
+    def _prefill(self) -> None:
+        """One block of every prompt on the bench."""
+        jobs, bench, block = self._jobs, self._bench, self.block
+        rows = max(1, len(jobs))
+        parts = [p.tokens[bench.length[i] : bench.length[i] + block] for i, p in enumerate(jobs)] or [[]]
+        valid = [len(part) for part in parts]
+        tokens = torch.tensor([part + [0] * (block - len(part)) for part in parts], device=self.stage.world.device)
+        past = SlotsPast(bench, self._derived, rows, block, valid)
+        final = advance(self.stage, tokens.flatten(), past)
+        past.advance(valid)
+        self.stats.prefill_passes += 1
+        self.stats.prefilled += sum(valid)
+        ends = [i for i, p in enumerate(jobs) if bench.length[i] == len(p.tokens)]
+        last: Tensor | None = None
+        if ends:
+            which = [i * block + valid[i] - 1 for i in ends]
+            which += [0] * (-len(which) % FEW_ROWS)
+            last = logits(self.stage, final, torch.tensor(which, device=tokens.device))
+        for i, prompt in enumerate(jobs):
+            own = last[ends.index(i)].clone() if last is not None and i in ends else None
+            if self._prefixes.limit:
+                keys = self._prefixes.keys(prompt.tokens[: bench.length[i]])
+                self._prefixes.put(keys, Node(bench.save(i, bench.length[i] - valid[i]), own))
+            if own is not None:
+                prompt.ready, prompt.running = (bench.save(i), own), False
+                self.stats.reused += (len(prompt.waiting) - 1) * len(prompt.tokens)
+        for i in reversed(ends):
+            _remove(jobs, bench, i)
+
+    def _decode(self) -> None:
+        """One token more for every active trajectory."""
+        active = self._active
+        rows = max(self.unit, -(-len(active) // self.unit) * self.unit)
+        tokens = torch.tensor([t.tokens[-1] for t in active] + [0] * (rows - len(active)), device=self.stage.world.device)
+        past = SlotsPast(self._slots, self._derived, rows, 1)
+        out = logits(self.stage, advance(self.stage, tokens, past))
+        past.advance([1] * len(active))
+        self.stats.decode_passes += 1
+        self.stats.decoded += len(active)
+        self._draw(active, out)
+        for row in reversed(range(len(active))):
+            if active[row].finished is not None:
+                _remove(active, self._slots, row)
+
+    def _draw(self, trajectories: Sequence[Trajectory], out: Tensor) -> None:
+        """The next token of each, from the first rows of `out` [n, V]."""
+        if not trajectories:
+            return
+        numbers = uniforms([self._streams[id(t)] for t in trajectories], [len(t.tokens) for t in trajectories])
+        s = self._sampling
+        for t, token, logp in zip(trajectories, *draw(out, s, numbers)):
+            t.tokens.append(token)
+            t.logprobs.append(logp)
+            if token in s.stop:
+                t.finished = "stop"
+            elif len(t.tokens) >= s.max_new_tokens:
+                t.finished = "length"
+            self._done += t.finished is not None
+
+    # -- around it -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            with self.model.fixed_weights(), torch.inference_mode():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def _notice_weights(self) -> None:
+        now = fingerprint(self.model)
+        if self._lockstep.anyone(now != self._weights):
+            self.stats.cleared += bool(len(self._prefixes))
+            self.clear()
+            self._weights = now
+        self._derived = Derived()
+
+    def _check(self, trajectories: Sequence[Trajectory]) -> None:
+        vocabulary = self.stage.k3.vocab_size
+        for t in trajectories:
+            if not t.prompt:
+                raise ValueError(f"trajectory {t.key}: its prompt is empty; give at least one token")
+            low, high = min(t.prompt), max(t.prompt)
+            if low < 0 or high >= vocabulary:
+                raise ValueError(f"trajectory {t.key}: its prompt holds {low}..{high}; the vocabulary is 0..{vocabulary - 1}")
+        if len({t.key for t in trajectories}) < len(trajectories):
+            raise ValueError("two trajectories have the same key and would draw the same random numbers; give each its own")
+
+
+def _remove(held: list, slots: Slots, row: int) -> None:  # type: ignore[type-arg]
+    """Takes out what lies in `row`; the last one moves there."""
+    last = len(held) - 1
+    if row != last:
+        slots.move(last, row)
+        held[row] = held[last]
+    held.pop()
+    slots.length[last] = 0

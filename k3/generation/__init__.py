@@ -1,0 +1,1 @@
+"""The pieces of the generation engine (k3/engine.py): states, slots, sampling, prefix cache, one pass through the model."""

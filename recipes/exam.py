@@ -1,0 +1,176 @@
+"""Exact answers on a fixed set of held-out tasks, which share no prompt with those of training: before, during and after."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.tasks import Task
+from k3 import Engine, Sampling, Trajectory
+from parallel.together import gather
+from parallel.world import World
+from recipes.callbacks.pictures import blank
+from recipes.console import say
+from recipes.dialogue import Dialogue
+from recipes.trainer import Callback, StepResult, Trainer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RECORD = "exams.jsonl"  # in the run folder: one exam a line
+NORMAL = 1.96  # standard deviations on either side that hold 95 %
+
+
+@dataclass(frozen=True)
+class Grades:
+    """`right[i]` says whether task i was answered rightly; `domains[i]` is its kind; `tokens[i]` the length of the answer."""
+
+    right: tuple[bool, ...]
+    domains: tuple[str, ...]
+    tokens: tuple[int, ...]
+
+    def of(self, domain: str | None = None) -> list[bool]:
+        return [r for r, d in zip(self.right, self.domains) if domain in (None, d)]
+
+    def shares(self) -> dict[str, float]:
+        """The share of right answers of each domain, and of `all`."""
+        names = [None, *sorted(set(self.domains))]
+        return {name or "all": sum(self.of(name)) / len(self.of(name)) for name in names}
+
+
+def interval(right: Sequence[bool]) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson's)."""
+    n, p, z = len(right), sum(right) / len(right), NORMAL
+    middle, spread = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (middle - spread) / (1 + z * z / n), (middle + spread) / (1 + z * z / n)
+
+
+def gain(before: Sequence[bool], after: Sequence[bool]) -> tuple[float, float, float]:
+    """(the gain of the share, its 95 % interval): the same tasks twice, so that what counts is which answers changed."""
+    changes = [int(b) - int(a) for a, b in zip(before, after)]
+    mean = sum(changes) / len(changes)
+    variance = sum((c - mean) ** 2 for c in changes) / max(1, len(changes) - 1)
+    spread = NORMAL * math.sqrt(variance / len(changes))
+    return mean, mean - spread, mean + spread
+
+
+class Exam:
+    """The held-out tasks of a dialogue, answered greedily."""
+
+    def __init__(self, dialogue: Dialogue, world: World, tasks: Sequence[Task], max_new_tokens: int):
+        self.dialogue, self.world, self.tasks = dialogue, world, tasks
+        self.sampling = Sampling(temperature=0.0, max_new_tokens=max_new_tokens, stop=dialogue.stop)
+
+    def grade(self, engine: Engine) -> Grades:
+        """Every rank must call it; data ranks share the tasks."""
+        engine.clear()
+        mine = range(self.world.data_rank, len(self.tasks), self.world.data_size)
+        tried = [Trajectory(self.dialogue.prompt(self.tasks[i], self.dialogue.effort(i, self.tasks[i])), (i,)) for i in mine]
+        engine.run(tried, self.sampling, seed=0)
+        groups = self.world.groups
+        own: list[tuple[int, bool, int]] = []
+        if groups.tp.rank() == 0 and groups.cp.rank() == 0:
+            verdicts = self.dialogue.judge([(self.tasks[i], one.tokens) for i, one in zip(mine, tried)])
+            own = [(i, next(iter(v.parts.values())) >= 1, len(one.tokens)) for i, v, one in zip(mine, verdicts, tried)]
+        found = sorted(one for of_rank in gather(self.world, own) for one in of_rank)
+        domains = tuple(self.tasks[i].domain for i, _, _ in found)
+        return Grades(tuple(right for _, right, _ in found), domains, tuple(tokens for _, _, tokens in found))
+
+
+class Exams(Callback):
+    """Grades before the first step, every `every` steps and after the last, into exams.jsonl and the metrics."""
+
+    def __init__(self, exam: Exam, engine: Engine, folder: Path, every: int):
+        self.exam, self.engine, self.folder, self.every = exam, engine, folder, every
+        self.written = self.exam.world.rank == 0
+
+    def start(self, trainer: Trainer) -> None:
+        step = trainer.progress.step
+        if self.written:  # what a killed run has written of later steps is written again
+            kept = [record for record in read(self.folder / RECORD) if record["step"] <= step]
+            (self.folder / RECORD).write_text("".join(json.dumps(record) + "\n" for record in kept))
+        if step == 0:
+            self._grade(trainer, 0)
+
+    def step(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step != trainer.steps and not (self.every and result.step % self.every == 0):
+            return
+        shares = self._grade(trainer, result.step).shares()
+        result.metrics |= {f"exam/{name}": share for name, share in shares.items()}
+
+    def _grade(self, trainer: Trainer, step: int) -> Grades:
+        grades = self.exam.grade(self.engine)
+        if self.written:
+            with (self.folder / RECORD).open("a") as file:
+                file.write(json.dumps({"step": step, **vars(grades)}) + "\n")
+        shares = grades.shares()
+        low, high = interval(grades.right)
+        of = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if name != "all")
+        say(f"step {step}: {shares['all']:.1%} of {len(grades.right)} held-out tasks right (95 %: {low:.1%} to {high:.1%}); {of}")
+        return grades
+
+    def close(self, trainer: Trainer) -> None:
+        self.exam.dialogue.judge_of.close()
+
+    def complete(self, trainer: Trainer) -> None:
+        if not self.written:
+            return
+        records = read(self.folder / RECORD)
+        if len(records) > 1:
+            first, last = records[0], records[-1]
+            trainer.results.setdefault("report", []).extend(lines(grades_of(first), grades_of(last)))
+            trainer.results["exam"] = {"before": grades_of(first).shares(), "after": grades_of(last).shares()}
+        picture(records).savefig(self.folder / "exam.png", dpi=120)
+        trainer.results.setdefault("pictures", {})["exam"] = self.folder / "exam.png"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The exams of a run, in order; a line that was cut off by a kill is left out."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def grades_of(record: dict[str, Any]) -> Grades:
+    return Grades(tuple(record["right"]), tuple(record["domains"]), tuple(record["tokens"]))
+
+
+def lines(before: Grades, after: Grades) -> list[str]:
+    """Before and after with 95 % intervals, by domain: of each share, and of the gain on the same tasks."""
+    out = []
+    for name in [None, *sorted(set(before.domains))]:
+        a, b = before.of(name), after.of(name)
+        mean, low, high = gain(a, b)
+        says = "significant" if low > 0 or high < 0 else "not significant"
+        out.append(
+            f"{'answers' if name is None else '  ' + name}: {_share(a)} before, {_share(b)} after, of {len(b)} held-out tasks; "
+            f"gain {mean:+.1%} ({low:+.1%} to {high:+.1%}, {says})"
+        )
+    return out
+
+
+def _share(right: Sequence[bool]) -> str:
+    low, high = interval(right)
+    return f"{sum(right) / len(right):.1%} ({low:.1%} to {high:.1%})"
+
+
+def picture(records: Sequence[dict[str, Any]]) -> Figure:
+    """The shares of right answers over the steps, with 95 % intervals."""
+    figure = blank(8, 5)
+    axes = figure.add_subplot()
+    steps = [record["step"] for record in records]
+    every = [grades_of(record) for record in records]
+    for name in [None, *sorted(set(every[0].domains))]:
+        shares = [sum(g.of(name)) / len(g.of(name)) for g in every]
+        (line,) = axes.plot(steps, shares, marker="o", markersize=3, linewidth=2 if name is None else 1, label=name or "all")
+        bands = [interval(g.of(name)) for g in every]
+        if name is None:
+            axes.fill_between(steps, [low for low, _ in bands], [high for _, high in bands], color=line.get_color(), alpha=0.15)
+    axes.set(xlabel="step", ylabel="right answers", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure

@@ -1,0 +1,101 @@
+"""Sampled trajectories as rows of tokens, with what the loss needs to know of each token.
+
+Legend: B rows, T tokens a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyBatch(Batch):
+    """A batch whose labels were drawn by a policy. What is per token [B, T] belongs to the label at its place, and is zero where
+    none is counted.
+    """
+
+    behaviour: Tensor  # [B, T] float64: log-probability of the label under the policy that drew it
+    fresh: Tensor  # [B, T] bool: that policy is the one that is trained now, not one of an earlier step
+    advantage: Tensor | None = None  # [B, T] float64
+    teacher: Tensor | None = None  # [B, T] float64: log-probability under the teacher, instead of advantages
+
+
+@dataclass
+class Sampled:
+    """One finished trajectory."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]  # the sampled ones, the stop token included
+    behaviour: Sequence[float]  # one for each of `tokens`
+    stale: int = 0  # of `tokens` the first so many were drawn in earlier steps
+    advantage: float | None = None
+    teacher: Sequence[float] | None = None  # one for each of `tokens`
+    teacher_prompt: Sequence[int] | None = None  # what the teacher was asked
+
+    def __len__(self) -> int:
+        """Places in a row: every token but the last predicts one."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Numbers of items for each row: the longest first, each into the fullest row that has room.
+
+    Raises ValueError for an item longer than a row.
+    """
+    rows: list[tuple[int, list[int]]] = []
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if (size := lengths[item]) > capacity:
+            raise ValueError(f"a sequence of {size} tokens does not fit a row of {capacity}")
+        fits = [(capacity - used - size, place) for place, (used, _) in enumerate(rows) if used + size <= capacity]
+        if fits:
+            _, place = min(fits)
+            rows[place] = (rows[place][0] + size, [*rows[place][1], item])
+        else:
+            rows.append((size, [item]))
+    return [items for _, items in rows]
+
+
+def collate(rows: Sequence[Sequence[Sampled]], length: int, fill: int) -> PolicyBatch:
+    """Rows of `length` tokens, each holding its trajectories one after another; the rest is padding of token `fill`."""
+    shape = (len(rows), length)
+    tokens, labels = np.full(shape, fill, np.int64), np.full(shape, fill, np.int64)
+    starts, counted, filled, fresh = (np.zeros(shape, bool) for _ in range(4))
+    behaviour, advantage, teacher = (np.zeros(shape) for _ in range(3))
+    starts[:, 0] = True
+    every = [one for row in rows for one in row]
+    taught = any(one.teacher is not None for one in every)
+    for b, row in enumerate(rows):
+        at = 0
+        for one in row:
+            whole, size = np.array([*one.prompt, *one.tokens]), len(one)
+            tokens[b, at : at + size], labels[b, at : at + size] = whole[:-1], whole[1:]
+            starts[b, at], filled[b, at : at + size] = True, True
+            drawn = slice(at + len(one.prompt) - 1, at + size)
+            counted[b, drawn], behaviour[b, drawn] = True, one.behaviour
+            fresh[b, drawn.start + one.stale : drawn.stop] = True
+            if one.teacher is not None:
+                teacher[b, drawn] = one.teacher
+            else:
+                advantage[b, drawn] = one.advantage or 0.0
+            at += size
+        if at < length:
+            starts[b, at] = True  # no trajectory goes on into padding
+    of = torch.from_numpy
+    return PolicyBatch(
+        of(tokens),
+        of(labels),
+        of(starts),
+        of(counted)[None],
+        None if filled.all() else of(~filled),
+        behaviour=of(behaviour),
+        fresh=of(fresh),
+        advantage=None if taught else of(advantage),
+        teacher=of(teacher) if taught else None,
+    )

@@ -1,0 +1,86 @@
+"""What experts say of sampled tokens: each trajectory's log-probabilities under the teacher of its domain and effort."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import k3
+from data.config import micro_batch
+from parallel.together import gather
+from parallel.world import World
+from recipes.assemble import DTYPES
+from recipes.config import Config
+from recipes.dialogue import Dialogue
+from recipes.errors import UserError
+from recipes.initial import initial
+from recipes.objective import to_device
+from recipes.rl.batch import Sampled, collate, pack
+from recipes.rl.config import Effort, Teacher
+from recipes.rl.rollouts import Told
+
+
+class Teachers:
+    """Sets `Sampled.teacher` of finished groups. All experts' weights are in memory, cut and rounded as the student's are."""
+
+    def __init__(self, teachers: Sequence[Teacher], cfg: Config, world: World, dialogue: Dialogue):
+        """Raises UserError for a path that holds no model, or another than the student's."""
+        self.cfg, self.world, self.dialogue = cfg, world, dialogue
+        self.models: dict[tuple[str, Effort], k3.Model] = {}
+        loaded: dict[str, k3.Model] = {}
+        for teacher in teachers:
+            if teacher.path not in loaded:
+                loaded[teacher.path] = self._load(teacher)
+            self.models[teacher.domain, teacher.effort] = loaded[teacher.path]
+
+    def _load(self, teacher: Teacher) -> k3.Model:
+        try:
+            weights = initial(teacher.path, self.world)
+            assert weights is not None
+            weights.check(self.cfg.model)
+        except UserError as error:
+            text = str(error).replace(f"run.init={Path(teacher.path)}", teacher.path)
+            raise UserError(f"distill.teachers: {teacher.domain}:{text}") from error
+        dtype = DTYPES[self.cfg.precision.name]
+        model = k3.build(self.cfg.model, self.world, dtype=dtype, qat=self.cfg.qat, draw_values=False)
+        weights.weights(model)
+        return model.eval()
+
+    def __call__(self, told: Sequence[Told]) -> None:
+        """Every rank must call it with the same groups."""
+        of_model: dict[tuple[str, Effort], list[Sampled]] = {}
+        for group in told:
+            key = (group.domain, group.effort)
+            if key not in self.models:
+                known = ", ".join(f"{domain}/{effort.name}" for domain, effort in self.models)
+                asked = f"{group.domain}/{group.effort.name}"
+                raise UserError(f"distill.teachers: none is for {asked}, and tasks has such prompts; there are {known}")
+            of_model.setdefault(key, []).extend(group.sampled)
+            prompt = self.dialogue.prompt(self.dialogue.task(group.number), group.effort)
+            for one in group.sampled:
+                one.teacher_prompt = prompt
+        for key in sorted(of_model, key=lambda key: (key[0], key[1].name)):
+            self._score(self.models[key], of_model[key])
+
+    @torch.no_grad()
+    def _score(self, model: k3.Model, sampled: Sequence[Sampled]) -> None:
+        asked = [Sampled(one.teacher_prompt or one.prompt, one.tokens, one.behaviour) for one in sampled]
+        length, of = self.cfg.data.seq_length, self.world.data_size
+        micro = micro_batch(self.cfg.data, of)
+        rows = pack([len(one) for one in asked], length)
+        rows += [[]] * (-len(rows) % (micro * of))  # all ranks of an expert group score as often
+        found: dict[int, list[float]] = {}
+        for first in range(self.world.data_rank * micro, len(rows), micro * of):
+            mine = rows[first : first + micro]
+            batch = to_device(collate([[asked[i] for i in row] for row in mine], length, self.dialogue.fill), self.world.device)
+            losses = model(batch.tokens, batch.document_starts, labels=batch.labels, score=True)[0].double().cpu()
+            for b, row in enumerate(mine):
+                at = 0
+                for i in row:
+                    drawn = slice(at + len(asked[i].prompt) - 1, at + len(asked[i]))
+                    found[i], at = (-losses[b, drawn]).tolist(), at + len(asked[i])
+        for of_rank in gather(self.world, found):
+            for i, values in of_rank.items():
+                sampled[i].teacher = values
