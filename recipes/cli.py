@@ -65,6 +65,7 @@ BENCHES = {
     "balance": Bench("recipes.bench_balance:run", ("picture",)),
     "owners": Bench("recipes.bench_owners:run"),
     "offload": Bench("recipes.bench_offload:run"),
+    "generate": Bench("recipes.bench_generate:run"),
     "start": Bench("recipes.bench_start:run"),
     "length": Bench("recipes.bench_length:run", ("lengths",)),
     "checkpoint": Bench("recipes.bench_checkpoint:run", ("gib", "folder")),
