@@ -66,6 +66,7 @@ BENCHES = {
     "owners": Bench("recipes.bench_owners:run"),
     "offload": Bench("recipes.bench_offload:run"),
     "rewards": Bench("recipes.bench_rewards:run"),
+    "generate": Bench("recipes.bench_generate:run"),
     "start": Bench("recipes.bench_start:run"),
     "length": Bench("recipes.bench_length:run", ("lengths",)),
     "checkpoint": Bench("recipes.bench_checkpoint:run", ("gib", "folder")),
