@@ -6,10 +6,13 @@ fixed    = data.heldout(cfg.data, prepared, horizon=...)
 lines    = data.baselines(prepared, fixed)
 asked    = data.recall(cfg.data, prepared, [256, 1024, 4096])   # answers to be found far back, by length
 same     = data.contexts(cfg.data, prepared, [256, 1024, 4096])  # the same targets in rows of each length
+
+Conversations: the template is data.chat, fine-tuning on them data.sft.
 """
 
+from data import chat, sft
 from data.batch import Batch, StepBatch
-from data.config import DataConfig, LongConfig, validate
+from data.config import ChatConfig, ChatMode, DataConfig, LongConfig, TooLong, validate
 from data.contexts import contexts
 from data.errors import DataError
 from data.heldout import heldout
@@ -22,6 +25,8 @@ from data.tokenizer import Tokenizer, load_tokenizer
 __all__ = [
     "Baselines",
     "Batch",
+    "ChatConfig",
+    "ChatMode",
     "DataConfig",
     "DataError",
     "LongConfig",
@@ -29,12 +34,15 @@ __all__ = [
     "StepBatch",
     "Stream",
     "Tokenizer",
+    "TooLong",
     "baselines",
+    "chat",
     "contexts",
     "heldout",
     "load_tokenizer",
     "prepare",
     "recall",
+    "sft",
     "stream",
     "validate",
 ]

@@ -47,7 +47,8 @@ class LongConfig:
 
     documents: float = 0.0  # filled by one long document, or by neighbours in the corpus where none is long enough
     recall: float = 0.0  # text of several documents in one, with facts told early and asked late
-    facts: int = 16  # in such a row at most; each is asked once
+    facts: int = 16  # in such a row at most
+    questions: int = 2  # times that each is asked
 
 
 @dataclass
@@ -138,6 +139,8 @@ def _broken_long(cfg: DataConfig) -> list[str]:
         broken.append(f"data.long.recall={long.recall}: with data.long.documents={long.documents} more than all rows; lower one")
     if long.facts < 1:
         broken.append(f"data.long.facts={long.facts}: must be at least 1; data.long.recall=0 plants none")
+    if long.questions < 1:
+        broken.append(f"data.long.questions={long.questions}: must be at least 1; data.long.recall=0 asks none")
     if long.recall and cfg.seq_length < SHORTEST_RECALL:
         broken.append(
             f"data.long.recall={long.recall}: needs rows with room for facts, and data.seq_length={cfg.seq_length}; give "

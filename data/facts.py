@@ -1,11 +1,13 @@
 """Facts that are told once and asked later: what rows for long-range recall are made of.
 
-A fact is a line `key WORD WORD = WORD WORD`; asked, it stands there once more, and what follows `=` can be known from the first
-place alone. Which keys and values are held out is a matter of their text, so training and evaluation never share one.
+A fact is a line `key WORD = WORD`; asked, the line comes again, and what follows `=` can be known from its first place alone.
+Words are one token where they can be, so that what has to be learnt is the way back and not a spelling. Which facts are held out
+is a matter of their text: training never tells one that evaluation asks for.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,7 +18,7 @@ from data.draws import Draws
 from data.errors import DataError
 from data.tokenizer import Tokenizer
 
-HELDOUT = 8  # of so many keys, and of so many values, one is held out
+HELDOUT = 8  # of so many facts one is held out
 _ENOUGH = 64  # words
 _TRIES = 32 * HELDOUT
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -38,36 +40,28 @@ class Facts:
 
     def __init__(self, tokenizer: Tokenizer):
         found = (tokenizer.decode([i]) for i in range(tokenizer.vocab_size))
-        words = sorted({w[1:] for w in found if w[:1] == " " and len(w) > 3 and w[1:].isascii() and w[1:].islower() and w[1:].isalpha()})
+        words = sorted({word[1:] for word in found if re.fullmatch(" [a-z]{3,}", word)})
         self.words = words if len(words) >= _ENOUGH else sorted({*words, *_LETTERS})
         self._tokenizer = tokenizer
         self._ids: dict[str, tuple[int, ...]] = {}
         self._end = self._encode("\n")
 
     def draw(self, draws: Draws, count: int, *, heldout: bool) -> list[Fact]:
-        """`count` facts whose keys end in different words, or nearly as many where words are few. Raises DataError for more than
-        there are words.
-        """
+        """`count` facts of different keys, or nearly as many if words are few. Raises DataError for more than there are words."""
         if count > len(self.words):
             raise DataError(f"data.long.facts={count}: the tokenizer has words for {len(self.words)}; give fewer facts")
         found: list[Fact] = []
-        for last in draws.order(len(self.words)):
+        for number in draws.order(len(self.words)):
             if len(found) == count:
                 break
-            key = self._text(draws, " key", self.words[int(last)], heldout)
-            value = self._text(draws, " value", None, heldout)
-            if key and value:
-                found.append(Fact(self._encode("\nkey") + self._encode(key) + self._encode(" ="), self._encode(value), self._end))
+            key = self.words[int(number)]
+            for _ in range(_TRIES):
+                value = self.words[draws.below(len(self.words))]
+                if is_heldout(key, value) == heldout:
+                    asked = self._encode("\nkey") + self._encode(f" {key}") + self._encode(" =")
+                    found.append(Fact(asked, self._encode(f" {value}"), self._end))
+                    break
         return found
-
-    def _text(self, draws: Draws, what: str, last: str | None, heldout: bool) -> str | None:
-        """Two words, of the side of the split that is wanted; None where no first word was found that gives one."""
-        for _ in range(_TRIES):
-            first, second = (self.words[draws.below(len(self.words))] for _ in range(2))
-            text = f" {first} {last or second}"
-            if is_heldout(text, what) == heldout:
-                return text
-        return None
 
     def _encode(self, text: str) -> tuple[int, ...]:
         if text not in self._ids:
@@ -75,8 +69,8 @@ class Facts:
         return self._ids[text]
 
 
-def is_heldout(text: str, what: str) -> bool:
-    return blake2b(text.encode(), digest_size=1, key=what.encode()).digest()[0] % HELDOUT == 0
+def is_heldout(key: str, value: str) -> bool:
+    return blake2b(f"{key} = {value}".encode(), digest_size=1).digest()[0] % HELDOUT == 0
 
 
 def plant(

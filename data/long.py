@@ -12,6 +12,7 @@ every scale from the row's down to what a model that knew short rows could do. I
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,8 +85,8 @@ class LongSamples:
         edges = [need * i // count for i in range(count + 1)]
         return np.concatenate(
             [
-                window(draws, self.text, self._facts, self._cfg.facts, end - first, heldout=False)[0]
-                for first, end in zip(edges, edges[1:])
+                window(draws, self.text, self._facts, self._cfg.facts, end - first, self._cfg.questions)[0]
+                for first, end in pairwise(edges)
             ]
         )
 
@@ -135,21 +136,21 @@ class Text:
 
 
 def window(
-    draws: Draws, text: Text, facts: Facts, most: int, size: int, *, heldout: bool, edge: float = 1 / 3
+    draws: Draws, text: Text, facts: Facts, most: int, size: int, questions: int, *, heldout: bool = False, edge: float = 1 / 3
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens [size], bool [size]: answers to questions): at most `most` facts, told in the first `edge` of the text and asked in
-    the last, once each.
+    the last, each `questions` times.
     """
     chosen: list[Fact] = []
     room = int(_LINES * size)
     for fact in facts.draw(draws, min(most, len(facts.words)), heldout=heldout):
-        room -= 2 * len(fact.line)
+        room -= (1 + questions) * len(fact.line)
         if room < 0 and chosen:
             break
         chosen.append(fact)
-    left = size - sum(2 * len(fact.line) for fact in chosen)
+    left = size - sum((1 + questions) * len(fact.line) for fact in chosen)
     filler = text.scraps(draws, left, -(-left // _PIECE))
     early = int(left * edge)
     told_at = [draws.below(early + 1) for _ in chosen]
-    asked_at = [left - draws.below(early + 1) for _ in chosen]
-    return plant(filler, chosen, told_at, [chosen[int(i)] for i in draws.order(len(chosen))], asked_at)
+    asked = [chosen[int(i)] for _ in range(questions) for i in draws.order(len(chosen))]
+    return plant(filler, chosen, told_at, asked, [left - draws.below(early + 1) for _ in asked])

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from k3.linear import Column, RMSNorm
+from k3.linear import RMSNorm
 from kernels.precision import math_dtype
 from parallel.context import stretch
 from parallel.cross_entropy import cross_entropy
@@ -23,7 +23,7 @@ from parallel.world import World
 
 
 def losses_by_piece(
-    norm: RMSNorm, head: Column, state: Tensor, labels_TB: Tensor, mask_TB: Tensor, world: World, chunk: int
+    norm: RMSNorm, head: nn.Module, state: Tensor, labels_TB: Tensor, mask_TB: Tensor, world: World, chunk: int
 ) -> Tensor:
     """state [T / s, B, d] -> losses [T, B], zero where not counted, from logits of at most `chunk` tokens at a time (one position
     of all rows at least).
@@ -32,19 +32,19 @@ def losses_by_piece(
     pass it keeps the state alone. The head's gradient is summed over the pieces in float32 (float64 in a float64 model) and
     rounded once. Losses are those of whole rows, up to how a product rounds that has fewer rows.
     """
-    return _Pieces.apply(state, norm.weight, head.weight, norm, head, labels_TB, mask_TB, world, chunk)
+    return _Pieces.apply(state, norm.weight, head.get_parameter("weight"), norm, head, labels_TB, mask_TB, world, chunk)
 
 
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, state: Tensor, scale: Tensor, weight: Tensor, norm: RMSNorm, head: Column, labels: Tensor, mask: Tensor,
+        ctx: Any, state: Tensor, scale: Tensor, weight: Tensor, norm: RMSNorm, head: nn.Module, labels: Tensor, mask: Tensor,
         world: World, chunk: int,
     ) -> Tensor:  # fmt: skip
         hidden = enter(norm(state), world)
         group = world.groups.tp
         parts = [cross_entropy(head(hidden[at]), labels[at], mask[at], group) for at in pieces(labels, chunk)]
-        ctx.save_for_backward(state, scale, weight, labels, mask)
+        ctx.save_for_backward(state, weight, labels, mask)
         ctx.norm, ctx.head, ctx.world, ctx.chunk = norm, head, world, chunk
         return torch.cat(parts)
 
@@ -52,7 +52,7 @@ class _Pieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (d_losses,) = grad_outputs
-        state, scale, weight, labels, mask = ctx.saved_tensors
+        state, weight, labels, mask = ctx.saved_tensors
         with torch.enable_grad():
             inner = state.detach().requires_grad_()
             hidden = enter(ctx.norm(inner), ctx.world)
@@ -83,7 +83,7 @@ def pieces(labels_TB: Tensor, chunk: int | None) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def scores(norm: RMSNorm, head: Column, state: Tensor, labels: Tensor, world: World, chunk: int | None) -> Tensor:
+def scores(norm: RMSNorm, head: nn.Module, state: Tensor, labels: Tensor, world: World, chunk: int | None) -> Tensor:
     """state [T / s, B, d], labels [B, whole rows] -> [2, B, whole rows] on every tensor and context rank, float32 or float64: the
     loss of each label, and 1 where it was the likeliest token, else 0.
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from recipes.console import say
@@ -41,7 +42,7 @@ def run(lengths: str = "") -> int:
     """
     jobs = [(length, True) for length in _numbers(lengths)] if lengths else []
     jobs = jobs or [*((n, True) for n in TRAINED), *((n, False) for n in SCORED)]
-    say(f"model=nano, fp32, one row, activations=full activations.head_chunk={CHUNK}; memory of a process, above what it begins with")
+    say(f"model=nano, fp32, one row, activations=full activations.head_chunk={CHUNK}; memory above what the process begins with")
     say(f"{'tokens':>8}  {'pass':<8} {'peak MiB':>9} {'KiB a token':>12} {'seconds':>8}  loss")
     costs = []
     for length, trained in jobs:
@@ -58,7 +59,7 @@ def linear(costs: Sequence[Cost]) -> bool:
     """Whether no longer row takes more bytes a token than a shorter one of the same kind, but for a quarter."""
     for trained in (True, False):
         each = [cost.per_token for cost in sorted(costs, key=lambda c: c.length) if cost.trained is trained]
-        if any(after > 1.25 * before for before, after in zip(each, each[1:])):
+        if any(after > 1.25 * before for before, after in pairwise(each)):
             return False
     return True
 

@@ -66,6 +66,7 @@ BENCHES = {
     "owners": Bench("recipes.bench_owners:run"),
     "offload": Bench("recipes.bench_offload:run"),
     "generate": Bench("recipes.bench_generate:run"),
+    "rewards": Bench("recipes.bench_rewards:run"),
     "start": Bench("recipes.bench_start:run"),
     "length": Bench("recipes.bench_length:run", ("lengths",)),
     "checkpoint": Bench("recipes.bench_checkpoint:run", ("gib", "folder")),
@@ -74,6 +75,13 @@ BENCHES = {
 
 VERBS = {
     **{name: Verb(what, f"recipes.cli:{name}", trains=True, phase=True, sections=JOBS[name]) for name, what in PHASES.items()},
+    "eval": Verb(
+        "measure a model: held-out loss, exact answers to tasks, recall against length",
+        "recipes.cli:_eval",
+        trains=True,
+        sections=JOBS["eval"],
+        usage="run.init=PATH [key=value ...]",
+    ),
     "submit": Verb(
         "give a run, or a chain of runs, to Slurm, where it goes on until it is complete",
         "recipes.submit:run",
@@ -213,7 +221,7 @@ def _help(words: list[str]) -> int:
         from recipes import help as table
 
         root = None
-        if name == "prove" or verb.phase:  # has defaults of its own
+        if name in ("prove", "eval") or verb.phase:  # has defaults of its own
             from recipes.compose import defaults
 
             root = defaults(name)
@@ -237,13 +245,22 @@ def _train(phase: str, words: list[str]) -> int:
     check_memory(cfg)
     check_devices(cfg)
     if processes.count(os.environ) is None and (size := world_size(cfg.parallel)) > 1:
-        from recipes.run_folder import check_run
+        if phase in PHASES:
+            from recipes.run_folder import check_run
 
-        check_run(cfg)
+            check_run(cfg)
         return processes.run([phase, *words], size)
+    if phase == "eval":
+        from recipes.evaluate import evaluate
+
+        return evaluate(cfg)
     from recipes.training import train
 
     return train(cfg) or 0
+
+
+def _eval(words: list[str]) -> int:
+    return _train("eval", words)
 
 
 def _sweep(verb: str, words: list[str], shows: bool) -> int:

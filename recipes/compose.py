@@ -37,6 +37,7 @@ from recipes.validate import check, check_fit, check_training
 if TYPE_CHECKING:
     from recipes.initial import Initial
 
+RUNNING = (*PHASES, "eval")  # jobs that start the processes of a layout
 CONFIG_FILE = "config.yaml"  # the resolved configuration inside a run folder; a job is run from this file, never recomposed
 
 
@@ -50,7 +51,7 @@ def compose(
     `run.init` by the time of the run; None: it is there now. Raises UserError.
     """
     words, base = [judge(word) for word in overrides], []
-    phase = phase or (job if job in PHASES else _typed_phase(words))
+    phase = phase or (job if job in RUNNING else _typed_phase(words))
     reads = JOBS[phase] + SUBMITTING if job == "submit" else JOBS[job]
     for word in words:
         if (section := word.key_or_group.split(".", 1)[0]) not in reads:
@@ -69,7 +70,7 @@ def compose(
     if job == "submit":
         place(cfg)
     check(cfg, elsewhere=job == "submit", job=phase if job == "submit" else job)
-    if job in (*PHASES, "submit"):
+    if job in (*RUNNING, "submit"):
         check_training(cfg)
     if job == "estimate":
         from recipes.search import settle
@@ -255,7 +256,7 @@ def _fill(cfg: Config, job: str) -> None:
     """Defaults that depend on other values, on the time or on the processes a launcher has started, so that the saved file says
     what really ran.
     """
-    cfg.parallel.dp = data_parallel_size(cfg.parallel, processes.count(os.environ) if job in PHASES else None)
+    cfg.parallel.dp = data_parallel_size(cfg.parallel, processes.count(os.environ) if job in RUNNING else None)
     if cfg.parallel.sp is None:
         cfg.parallel.sp = cfg.parallel.tp > 1
     if cfg.run.dir is None and "run" in JOBS[job]:

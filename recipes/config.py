@@ -128,6 +128,18 @@ class RecallConfig:
     rows: int = 16  # of each length
 
 
+class Measure(Enum):
+    heldout = "heldout"  # the loss on held-out text
+    tasks = "tasks"  # exact answers to held-out tasks
+    recall = "recall"  # answers that stand far back, by length
+
+
+@dataclass
+class EvalConfig:
+    what: list[Measure] = field(default_factory=lambda: list(Measure))
+    out: str | None = None  # a JSON file for the numbers; null: they are printed alone
+
+
 @dataclass
 class SftConfig:
     examples: int = 16384  # conversations that are made of tasks; data.chat.path gives others
@@ -152,6 +164,7 @@ class Config:
     qat: QatConfig = field(default_factory=QatConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     exam: ExamConfig = field(default_factory=ExamConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -181,6 +194,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "rl": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl"),
     "distill": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl", "distill"),
     "submit": ("recipe", *TRAINING, *SUBMITTING),
+    "eval": ("model", "data", "parallel", "activations", "precision", "qat", "tasks", "rewards", "exam", "recall", "run", "eval"),
     "prove": ("phase", "recipe", "model", "optim", "parallel", "activations", "qat", "prove"),
     "estimate": (
         "recipe", "model", "optim", "parallel", "activations", "precision", "qat", "data", "gpu", "gpus", "search", "estimate",

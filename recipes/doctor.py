@@ -56,8 +56,16 @@ def everything() -> Iterator[Line]:
     yield package("deepspeed", "deepspeed", otherwise='only for optim.offload=cpu: EXTRAS="test deepspeed" make install')
     yield slurm()
     yield next(iter(wandb()))
+    yield sandbox()
     yield from kernels()
     yield from precisions()
+
+
+def sandbox() -> Line:
+    from recipes.sandbox import host
+
+    missing = host.available()
+    return Line("sandbox", ABSENT if missing else OK, "; ".join(missing) or "rewards that run foreign code are contained")
 
 
 def python() -> Line:

@@ -113,6 +113,9 @@ class Exams(Callback):
         say(f"step {step}: {shares['all']:.1%} of {len(grades.right)} held-out tasks right (95 %: {low:.1%} to {high:.1%}); {of}")
         return grades
 
+    def close(self, trainer: Trainer) -> None:
+        self.exam.dialogue.judge_of.close()
+
     def complete(self, trainer: Trainer) -> None:
         if not self.written:
             return

@@ -42,6 +42,7 @@ FREE = {
     *LAYOUT,
     # saves other tensors, computes the same numbers bit for bit
     *("activations.layer", "activations.attention", "activations.feed_forward", "activations.head"),
+    "activations.head_chunk",  # rounds the head's gradient otherwise, as another layout does
 }
 
 

@@ -12,6 +12,7 @@ from optim.config import OptimizerName, ScheduleName
 from parallel.config import world_size
 from recipes import processes
 from recipes.config import Config, WandbMode
+from recipes.phases.rules import IDLE
 
 
 def _processes(cfg: Config) -> int:
@@ -57,6 +58,14 @@ RULES: dict[str, tuple[Callable[[Config], bool], str]] = {
         "the learning rate never decays",
     ),
     **{
+        f"data.long.{key}": (lambda c: not c.data.long.recall, "data.long.recall=0 has no rows with facts")
+        for key in ("facts", "questions")
+    },
+    "activations.head": (
+        lambda c: c.activations.head_chunk is not None,
+        "activations.head_chunk computes the head again as it is",
+    ),
+    **{
         f"data.ramp.{key}": (lambda c: c.data.ramp.start is None, "data.ramp.start=null has no ramp")
         for key in ("increment", "samples")
     },
@@ -85,7 +94,7 @@ def without_effect(cfg: Config, changed: Iterable[str], job: str) -> list[str]:
     """One line for each of the `changed` keys (those whose typed value differs from the default) that `k3 JOB` would not read."""
     steps, guard = cfg.prove.steps if job == "prove" else cfg.run.steps, cfg.optim.guard
     short = steps <= guard.min_steps, f"a run of {steps} steps has no spikes before optim.guard.min_steps={guard.min_steps}"
-    rules = [*RULES.items(), *((f"optim.guard.{key}", (lambda c: short[0], short[1])) for key in SPIKES)]
+    rules = [*IDLE.items(), *RULES.items(), *((f"optim.guard.{key}", (lambda c: short[0], short[1])) for key in SPIKES)]
     lines = []
     for key in changed:
         for place, (idle, why) in rules:

@@ -11,6 +11,7 @@ from pathlib import Path
 from data.config import batch_sizes, micro_batch
 from data.config import validate as validate_data
 from data.errors import DataError
+from data.tasks.config import validate as validate_tasks
 from k3 import qat
 from k3.config import ConfigError
 from k3.layout import check_layout
@@ -21,6 +22,9 @@ from parallel.stages import group_size
 from recipes import precision, processes
 from recipes.config import Config, Device, WandbConfig
 from recipes.errors import UserError, shown
+from recipes.phases.rules import ANSWERING
+from recipes.phases.rules import refusals as phase_refusals
+from recipes.rewards.config import validate as validate_rewards
 
 MOST_ON_CPU = 8  # processes: more only wait for each other's cores
 WITHOUT_QAT = ("pretrain", "extend")  # jobs
@@ -33,12 +37,13 @@ def check(cfg: Config, *, elsewhere: bool = False, job: str = "pretrain") -> Non
     elsewhere: the run is for other machines, whose devices are not known here.
     """
     lines: list[str] = []
-    for rule in (cfg.model.validate, lambda: check_sizes(cfg.parallel), lambda: validate_data(cfg.data)):
+    answers = (lambda: validate_tasks(cfg.tasks), lambda: validate_rewards(cfg.rewards)) if job in ANSWERING else ()
+    for rule in (cfg.model.validate, lambda: check_sizes(cfg.parallel), lambda: validate_data(cfg.data), *answers):
         try:
             rule()
-        except (ConfigError, ParallelError, DataError) as error:
+        except (ConfigError, ParallelError, DataError, UserError) as error:
             lines.extend(str(error).splitlines())
-    rules = (*_precision(cfg, elsewhere), *_qat(cfg, job), *_data(cfg), *_optim(cfg), *_run(cfg))
+    rules = (*_precision(cfg, elsewhere), *_qat(cfg, job), *_data(cfg), *_optim(cfg), *_run(cfg), *phase_refusals(cfg, job))
     lines.extend(f"{key}={shown(value)}: {text}" for key, value, text in rules)
     if lines:
         raise UserError("\n".join(lines))

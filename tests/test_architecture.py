@@ -25,6 +25,9 @@ BELOW: dict[str, set[str]] = {
 CONFIG_ONLY = {"recipes/config.py", "recipes/errors.py", "recipes/cli.py", "recipes/launch.py", "recipes/compose.py"}
 CONFIG_ONLY |= {"recipes/overrides.py", "recipes/validate.py", "recipes/help.py", "recipes/placement.py"}
 CONFIG_ONLY |= {f"{package}/config.py" for package in ("data", "k3", "optim", "parallel", "slurm")}
+CONFIG_ONLY |= {"recipes/rl/config.py", "recipes/rewards/config.py", "recipes/coming.py"}
+CONFIG_ONLY |= {"recipes/phases/__init__.py", "recipes/phases/rules.py"}
+CONFIG_ONLY |= {"data/tasks/config.py", "data/tasks/presets.py", "k3/qat.py"}
 CONFIG_ONLY |= {"k3/activations.py", "k3/presets.py", "k3/low_precision.py", "recipes/precision.py"}
 MOST_LINES = 500
 

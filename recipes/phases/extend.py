@@ -27,11 +27,16 @@ class Phase(pretrain.Phase):
 
     def __init__(self, cfg: Config, world: World):
         super().__init__(cfg, world)
-        lengths = cfg.recall.lengths or [max(data.config.SHORTEST_RECALL, cfg.data.seq_length // 4), cfg.data.seq_length]
-        self.asked = data.recall(cfg.data, self.prepared, sorted(set(lengths)), rows=cfg.recall.rows)
+        self.asked = data.recall(cfg.data, self.prepared, lengths_of(cfg), rows=cfg.recall.rows)
 
     def measures(self, folder: RunFolder) -> list[Callback]:
         return [*super().measures(folder), Recall(self.asked, folder.path)]
+
+
+def lengths_of(cfg: Config) -> list[int]:
+    """Of the rows in which recall is measured."""
+    whole = cfg.data.seq_length
+    return sorted(set(cfg.recall.lengths or [max(data.config.SHORTEST_RECALL, whole // 4), whole]))
 
 
 class Recall(Callback):

@@ -44,8 +44,8 @@ def heading(cfg: Config) -> Iterator[str]:
     if cfg.qat.name is not Qat.none:
         yield f"quantised   routed experts: weights MXFP4, what enters their products MXFP8, scale rule {cfg.qat.rule.name}"
     yield (
-        f"batch       {cfg.phase}: {b.steps} steps of {b.accumulation} x {b.batch} rows of {b.length} tokens, documents: {b.documents.name}, "
-        f"padding: {shown(b.padding)}, seed {b.seed}; {b.dtype.name}"
+        f"batch       {cfg.phase}: {b.steps} steps of {b.accumulation} x {b.batch} rows of {b.length} tokens, documents: "
+        f"{b.documents.name}, padding: {shown(b.padding)}, seed {b.seed}; {b.dtype.name}"
     )
 
 

@@ -54,8 +54,8 @@ def test_resuming_at_a_position_is_going_on(long_cfg, prepared):
 
 def test_without_shares_the_stream_is_the_ordinary_one(cfg, prepared):
     assert isinstance(stream(cfg, prepared)._samples, Samples)
-    rest = replace(cfg, seq_length=LENGTH, long=LongConfig(documents=1e-12))
-    assert equal(rows_of(islice(stream(replace(rest, long=LongConfig()), prepared), 3)), rows_of(islice(stream(rest, prepared), 3)))
+    none, hardly = (replace(cfg, seq_length=LENGTH, long=LongConfig(documents=share)) for share in (0.0, 1e-12))
+    assert equal(*(rows_of(islice(stream(c, prepared), 3)) for c in (none, hardly)))
 
 
 def test_every_step_has_nearly_its_share_of_each_kind(samples):
@@ -122,11 +122,11 @@ def test_held_out_facts_are_no_training_facts(prepared):
     sides = {}
     for held in (False, True):
         drawn = [f for seed in range(20) for f in facts.draw(Draws(seed), 6, heldout=held)]
-        sides[held] = [{tokenizer.decode(f.asked) for f in drawn}, {tokenizer.decode(f.answer) for f in drawn}]
-        assert all(is_heldout(tokenizer.decode(f.answer), " value") is held for f in drawn)
-        assert len({f.asked for f in facts.draw(Draws(1), 20, heldout=held)}) == 20
-    for training, evaluation in zip(sides[False], sides[True]):
-        assert training and evaluation and not training & evaluation
+        sides[held] = {tokenizer.decode(f.line) for f in drawn}
+        words = [line.split() for line in sides[held]]
+        assert all(is_heldout(key, value) is held for _, key, _, value in words)
+        assert len({f.asked for f in facts.draw(Draws(1), 20, heldout=held)}) >= 18
+    assert sides[False] and sides[True] and not sides[False] & sides[True]
 
 
 def test_more_facts_than_words_are_refused(prepared):
@@ -147,7 +147,7 @@ def test_recall_counts_answers_alone_at_controlled_distances(cfg, prepared):
             assert places and places[0] > length // 2
             text = tokenizer.decode([*tokens[row].tolist(), int(labels[row, -1])])
             answers = tokenizer.decode(labels[row, mask[0, row]].tolist()).split()
-            assert len(answers) == 4
+            assert len(answers) == 2
             for line in {line for line in text.split("\n") if line.startswith("key ") and " = " in line}:
                 first, second = (i for i in range(len(text)) if text.startswith(line + "\n", i))
                 assert second - first > len(text) / 3
@@ -161,7 +161,7 @@ def test_recall_does_not_depend_on_batch_or_seed(cfg, prepared):
 
 
 def test_recall_refuses_rows_without_room(cfg, prepared):
-    with pytest.raises(DataError, match="recall at length 64: .*128 tokens or more"):
+    with pytest.raises(DataError, match=r"recall at length 64: .*128 tokens or more"):
         recall(cfg, prepared, [64])
 
 

@@ -203,7 +203,7 @@ def test_a_cache_that_cannot_be_made_is_named(cfg, tmp_path):
 
 
 def test_importing_data_loads_neither_torch_nor_megatron():
-    code = "import sys, data; print(sorted({'torch', 'megatron', 'tokenizers'} & set(sys.modules)))"
+    code = "import sys, data, data.sft, data.chat; print(sorted({'torch', 'megatron', 'tokenizers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

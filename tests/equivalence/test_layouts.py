@@ -74,13 +74,14 @@ SWITCHES = [
 
 
 # against a single process that recomputes nothing
-SWITCHES += ["activations=full", "activations=selective"]
+SWITCHES += ["activations=full", "activations=selective", "activations.head_chunk=24"]
 
 
 # one of each kind; the others are marked slow
 QUICK = {
     "model.residual=sum", "model.latent=false", "model.mtp_layers=2", "model.kda.gate=softplus model.kda.output_gate=low_rank",
     "model.moe.balance=aux", "optim.muon.per_head=false", "activations=full",
+    "activations.head_chunk=24",
 }  # fmt: skip
 
 

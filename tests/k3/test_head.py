@@ -128,7 +128,7 @@ def test_wrong_scores_and_chunks_are_refused() -> None:
     given = batch()
     with pytest.raises(ValueError, match="score: needs labels"):
         model(given["tokens"], score=True)
-    with pytest.raises(ValueError, match="score: .*no loss_mask"):
+    with pytest.raises(ValueError, match=r"score: .*no loss_mask"):
         model(**given, score=True)
     with pytest.raises(ConfigError, match=r"activations\.head_chunk=0: must be at least 1"):
         k3.build(k3.preset("tiny"), activations=ActivationConfig(head_chunk=0))

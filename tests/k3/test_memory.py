@@ -104,6 +104,7 @@ POLICIES = {
     "layer": ActivationConfig(layer=Save.recompute),
     "selective": selective(),
     "full": full(),
+    "pieces": ActivationConfig(head_chunk=16),
 }
 
 

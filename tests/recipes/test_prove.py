@@ -200,6 +200,17 @@ def test_bfloat16_tolerances_come_from_float64() -> None:
         assert compare(reference, layout, t).passed is passes
 
 
+def test_float32_tolerances_with_qat_are_never_below_the_exact_ones() -> None:
+    wide, reference = made(), made(torch.float32)
+    near = from_float64(reference, wide)
+    assert (
+        near.gradients == exact(reference).gradients and near.loss == exact(reference).loss and near.gap == exact(reference).gap
+    )
+    reference.gradients["b"] *= 1.01
+    far = from_float64(reference, wide)
+    assert far.gradients["b"] == pytest.approx(MULTIPLE * 0.01, rel=1e-3) and far.gradients["a"] == near.gradients["a"]
+
+
 def test_stages_merge_by_name() -> None:
     first, last = made(), made()
     first.weights, last.weights = {"a": torch.ones(1)}, {"a": torch.zeros(1), "b": torch.ones(1)}

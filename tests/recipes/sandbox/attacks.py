@@ -244,3 +244,9 @@ def numpy_works(_: Any) -> float:
     import numpy
 
     return float((numpy.ones((64, 64)) @ numpy.ones((64, 64))).sum())
+
+
+def sandbox_in_the_sandbox(_: Any) -> list[str]:
+    from recipes.sandbox import host
+
+    return host.available()

@@ -1,0 +1,104 @@
+"""`k3 eval run.init=PATH`: what a model can do: held-out loss, exact answers to held-out tasks, recall against length."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import data
+import k3
+import parallel
+from data.tasks import Tasks
+from k3 import Engine
+from parallel.schedule import ParallelModel
+from parallel.together import from_first, told_once
+from parallel.world import World
+from recipes import processes, recall
+from recipes.assemble import DTYPES
+from recipes.config import Config, Measure
+from recipes.console import console, say, show_logs
+from recipes.dialogue import Dialogue
+from recipes.exam import Exam, interval
+from recipes.initial import initial
+from recipes.objective import counted
+from recipes.phases.extend import lengths_of
+from recipes.phases.pretrain import prepare
+from recipes.precision import low_precision
+from recipes.rewards.judge import Judge
+from recipes.tokens import tokenizer_of
+from recipes.training import MISTAKES
+
+
+def evaluate(cfg: Config) -> int:
+    """Measures and prints what `eval.what` names; into `eval.out` as JSON, too. Every rank calls it."""
+    processes.follow(os.environ)
+    show_logs()
+    if cfg.run.threads is not None:
+        torch.set_num_threads(cfg.run.threads)
+    world = parallel.start(cfg.parallel, cfg.run.device.name)
+    console.quiet = world.rank > 0
+    try:
+        with told_once(world, MISTAKES):
+            found = measure(from_first(world, lambda: cfg), world)
+            if cfg.eval.out is not None and world.rank == 0:
+                Path(cfg.eval.out).parent.mkdir(parents=True, exist_ok=True)
+                Path(cfg.eval.out).write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    finally:
+        parallel.stop()
+
+
+def measure(cfg: Config, world: World) -> dict[str, Any]:
+    weights = initial(cfg.run.init, world)
+    assert weights is not None, "validate asks for run.init"
+    options = {"activations": cfg.activations, "low_precision": low_precision(cfg.precision.name), "qat": cfg.qat}
+    model = k3.build(cfg.model, world, dtype=DTYPES[cfg.precision.name], draw_values=False, **options)  # type: ignore[arg-type]
+    weights.weights(model)
+    model.eval()
+    wrapped = parallel.wrap(model, k3.cards(model), world)
+    of: dict[Measure, Callable[[Config, ParallelModel], dict[str, Any]]] = {
+        Measure.heldout: _heldout,
+        Measure.tasks: _tasks,
+        Measure.recall: _recall,
+    }
+    return {what.name: of[what](cfg, wrapped) for what in cfg.eval.what}
+
+
+def _heldout(cfg: Config, model: ParallelModel) -> dict[str, Any]:
+    prepared = prepare(cfg, model.world)
+    found = counted(model, data.heldout(cfg.data, prepared))
+    than = data.baselines(prepared, data.heldout(cfg.data, prepared))
+    say(
+        f"held-out    {found.loss:.4f} nats over {found.targets:,} tokens, {found.accuracy:.1%} of them the likeliest; "
+        f"bigram {than.bigram:.4f}, unigram {than.unigram:.4f}"
+    )
+    return vars(found) | {"bigram": than.bigram, "unigram": than.unigram}
+
+
+def _tasks(cfg: Config, model: ParallelModel) -> dict[str, Any]:
+    tokenizer, _ = tokenizer_of(cfg, model.world)
+    tasks = Tasks(cfg.tasks)
+    with Judge(cfg.rewards, tasks.rewards()) as judge:
+        dialogue = Dialogue(tasks, tokenizer, judge, cfg.data.chat.mode)
+        exam = Exam(dialogue, model.world, tasks.heldout(), cfg.exam.max_new_tokens)
+        grades = exam.grade(Engine(model.module))  # type: ignore[arg-type]
+    found = {}
+    for name, share in grades.shares().items():
+        right = grades.of(None if name == "all" else name)
+        low, high = interval(right)
+        say(f"{'tasks' if name == 'all' else '  ' + name:<24}{share:.1%} of {len(right)} right (95 %: {low:.1%} to {high:.1%})")
+        found[name] = {"share": share, "low": low, "high": high, "tasks": len(right)}
+    return found
+
+
+def _recall(cfg: Config, model: ParallelModel) -> dict[str, Any]:
+    prepared = prepare(cfg, model.world)
+    found = recall.recall(model, data.recall(cfg.data, prepared, lengths_of(cfg), rows=cfg.recall.rows))
+    for line in recall.table({"": found}):
+        say(line)
+    return {str(length): vars(one) for length, one in found.items()}
