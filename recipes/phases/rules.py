@@ -28,7 +28,10 @@ def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
             yield "run.init", None, f"k3 {job} begins with a model; give its run, a checkpoint or a published folder"
         elif cfg.data.tokenizer == "train":
             yield "data.tokenizer", "train", "the model reads its own tokens, and no tokenizer.json is beside it; give that file"
-    if job in ("extend", "eval"):
+    if job == "extend" or (job == "eval" and Measure.recall in cfg.eval.what):
+        if not cfg.recall.lengths and cfg.data.seq_length < SHORTEST_RECALL:
+            why = f"recall is measured in such rows, and they must have room for facts; give {SHORTEST_RECALL} or recall.lengths"
+            yield "data.seq_length", cfg.data.seq_length, why
         if short := [length for length in cfg.recall.lengths if length < SHORTEST_RECALL]:
             yield "recall.lengths", short, f"rows must have room for facts; give {SHORTEST_RECALL} tokens or more"
         if cfg.recall.rows < 1:

@@ -75,8 +75,10 @@ class Group:
         return all(one.finished for one in self.trajectories)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON, which keeps every bit of a float; without the states."""
-        of = [{"tokens": one.tokens, "logprobs": one.logprobs, "finished": one.finished} for one in self.trajectories]
+        """As JSON, which keeps every bit of a float; without the states. Copies: it is written while these go on."""
+        of = [
+            {"tokens": list(one.tokens), "logprobs": list(one.logprobs), "finished": one.finished} for one in self.trajectories
+        ]
         return {"number": self.number, "trajectories": of}
 
 
@@ -153,7 +155,7 @@ class Rollouts:
         waiting = sorted((group for of_rank in gather(self.world, own) for group in of_rank), key=lambda group: group["number"])
         shapes = {box.name: [list(box.shape), str(box.tensor.dtype).removeprefix("torch.")] for box in self.boxes()}
         states = {"layout": layout(self.world), "ranks": gather(self.world, shapes)}
-        return {"begun": self.begun, "lengths": self.lengths, "waiting": waiting, "states": states}
+        return {"begun": self.begun, "lengths": dict(self.lengths), "waiting": waiting, "states": states}
 
     def take(self, facts: dict[str, Any]) -> None:
         self.begun, self.lengths = facts["begun"], facts["lengths"]

@@ -67,3 +67,12 @@ def resume(folder: Path, verb: str, *more: str) -> int:
 def by_parity(self: Dialogue, answers: Sequence[tuple[Task, Sequence[int]]]) -> list[Verdict]:
     """In the place of `Dialogue.judge`: rewards that differ though the model has learnt nothing."""
     return [Verdict(float(sum(tokens) % 2), parts={"parity": float(sum(tokens) % 2)}) for _, tokens in answers]
+
+
+STOP = tuple(range(0, 256, 8))  # in the place of `Dialogue.stop`: answers of different lengths, though the model has learnt nothing
+
+
+def untaught() -> None:
+    """On a rank: rewards and ends for a model that has learnt nothing."""
+    Dialogue.judge = by_parity  # type: ignore[method-assign]
+    Dialogue.stop = property(lambda self: STOP)  # type: ignore[method-assign, assignment]

@@ -13,7 +13,7 @@ from recipes.compose import compose
 from recipes.dialogue import Dialogue
 from recipes.evaluate import evaluate
 from recipes.faults.same import different_facts, different_metrics
-from tests.recipes.small_phases import by_parity, resume, run, words
+from tests.recipes.small_phases import STOP, by_parity, resume, run
 from tests.recipes.small_run import metrics, same_checkpoint
 
 PARTIAL = ("rl.complete=0.5", "rl.budget.start=2", "rl.budget.end=0.5")
@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, ...]] = {  # name -> verb and words
 @pytest.fixture(autouse=True)
 def rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dialogue, "judge", by_parity)
+    monkeypatch.setattr(Dialogue, "stop", property(lambda self: STOP))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,11 @@ MEASURED = {  # in summary.json and among the pictures
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+def marked(quick: set[str]) -> list[object]:
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in quick)) for case in CASES]
+
+
+@pytest.mark.parametrize("case", marked({"sft", "partial"}))
 def test_a_phase_runs_to_its_summary(case: str, pretrained: Path, whole: dict[str, Path]) -> None:
     folder = of(case, pretrained, whole)
     summary = json.loads((folder / "summary.json").read_text())
@@ -71,16 +76,16 @@ def test_a_phase_runs_to_its_summary(case: str, pretrained: Path, whole: dict[st
         assert all(r["policy/mismatch"] < 1e-4 for r in records)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked({"partial"}))
 def test_a_phase_is_resumed_bit_for_bit(case: str, pretrained: Path, whole: dict[str, Path]) -> None:
     first = of(case, pretrained, whole)
     folder = pretrained / f"back-{case}"
     shutil.copytree(first, folder)
     for file in ("summary.json", "summary.txt"):
         (folder / file).unlink()
-    for step in (3, 4):
+    for step in (2, 3, 4):
         shutil.rmtree(folder / f"checkpoints/step_{step}")
-    (folder / "checkpoints/latest").write_text("step_2\n")
+    (folder / "checkpoints/latest").write_text("step_1\n")
     torch.manual_seed(99)  # what the process drew before must not matter
     verb, *_ = CASES[case]
     assert resume(folder, verb) == 0
@@ -96,7 +101,7 @@ def test_a_phase_is_resumed_bit_for_bit(case: str, pretrained: Path, whole: dict
 def test_states_wait_in_the_checkpoint(pretrained: Path, whole: dict[str, Path]) -> None:
     """Or resuming partial rollouts would show nothing."""
     folder = of("partial", pretrained, whole)
-    facts = json.loads((folder / "checkpoints/step_2/state.json").read_text())["stream"]
+    facts = json.loads((folder / "checkpoints/step_1/state.json").read_text())["stream"]
     waiting = [one for group in facts["waiting"] for one in group["trajectories"]]
     assert any(one["tokens"] and one["finished"] is None for one in waiting)
     assert facts["states"]["ranks"][0] and facts["lengths"]
@@ -104,7 +109,7 @@ def test_states_wait_in_the_checkpoint(pretrained: Path, whole: dict[str, Path])
 
 @pytest.mark.parametrize("what", ["heldout", "tasks", "recall"])
 def test_eval_measures_what_it_is_asked(what: str, pretrained: Path) -> None:
-    texts = [f"data.corpus={pretrained / 'corpus'}", f"data.cache={pretrained / 'cache'}", "data.seq_length=64"]
+    texts = [f"data.corpus={pretrained / 'corpus'}", f"data.cache={pretrained / 'cache'}", "data.seq_length=128"]
     more = {
         "heldout": [*texts, "data.heldout_tokens=300"],
         "tasks": ["tasks.generators=[]", f"tasks.folder={pretrained / 'tasks'}", "tasks.heldout=4", "exam.max_new_tokens=4"],
@@ -113,5 +118,5 @@ def test_eval_measures_what_it_is_asked(what: str, pretrained: Path) -> None:
     out = pretrained / f"eval-{what}.json"
     assert evaluate(compose([f"run.init={pretrained / 'base'}", f"eval.what=[{what}]", f"eval.out={out}", *more], "eval")) == 0
     found = json.loads(out.read_text())[what]
-    names = {"heldout": {"loss", "bigram"}, "tasks": {"all", "sums", "words"}, "recall": {"64"}}[what]
+    names = {"heldout": {"loss", "bigram"}, "tasks": {"all", "sums", "words"}, "recall": {"128"}}[what]
     assert names <= found.keys()
