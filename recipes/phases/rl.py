@@ -32,7 +32,6 @@ class Phase:
         self.judge = Judge(cfg.rewards, self.tasks.rewards())
         self.dialogue = Dialogue(self.tasks, self.tokenizer, self.judge, cfg.data.chat.mode, self.efforts())
         self.key = f"{self.tasks.fingerprint}-{digest}"
-        self.exam = Exam(self.dialogue, world, self.tasks.heldout(), cfg.exam.max_new_tokens)
 
     def efforts(self) -> dict[str, tuple[Effort, ...]]:
         """What prompts of each domain state of effort."""
@@ -53,7 +52,11 @@ class Phase:
         return None
 
     def measures(self, folder: RunFolder) -> list[Callback]:
-        return [RolloutMetrics(self.rollouts, folder.path), Exams(self.exam, self.engine, folder.path, self.cfg.run.eval_every)]
+        own: list[Callback] = [RolloutMetrics(self.rollouts, folder.path, self.judge)]
+        if self.cfg.exam.enabled is False:
+            return own
+        exam = Exam(self.dialogue, self.world, self.tasks.heldout(), self.cfg.exam.max_new_tokens)
+        return [*own, Exams(exam, self.engine, folder.path, self.cfg.run.eval_every)]
 
     def finale(self, folder: RunFolder) -> list[Callback]:
         return []

@@ -29,7 +29,7 @@ class BudgetConfig:
 class RlConfig:
     prompts: int = 32  # groups that are sampled at a time, over all data ranks
     samples: int = 8  # trajectories of each prompt
-    complete: float = 1.0  # share of trajectories that must be finished before the update; the others go on in the next step
+    complete: float = 1.0  # share of unfinished trajectories that must finish before the update; the others go on in the next step
     max_new_tokens: int = 64  # of a trajectory
     low: float = 0.8  # the ratio of the policies is clipped to [low, high]
     high: float = 1.25
