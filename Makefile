@@ -1,11 +1,12 @@
 # Everything starts from here: `make pretrain` on a fresh clone trains a model, `make test` shows that it is right.
 # ARGS="key=value ..." goes to the command: make pretrain ARGS="run.steps=50"
-.PHONY: help install pretrain test test-slow lint bench gpu-check gpu-wheels clean
+.PHONY: help install pretrain posttrain test test-slow lint bench gpu-check gpu-wheels clean
 
 PYTEST = .venv/bin/python -m pytest
 PUBLIC = k3 parallel optim data kernels recipes slurm
 
 help:
+	@echo "make posttrain  the whole way from text to a distilled model, in under half an hour; everything lies in runs/posttrain"
 	@echo "make pretrain   install if needed, prepare the data, train the nano model; everything is written under runs/"
 	@echo "make test       install if needed, run the tests that are not marked slow"
 	@echo "make test-slow  the tests marked slow"
@@ -18,6 +19,9 @@ help:
 
 install:
 	@./install.sh
+
+posttrain: install
+	.venv/bin/k3 posttrain $(ARGS)
 
 pretrain: install
 	.venv/bin/k3 pretrain model=nano run.compare_dense=0.25 $(ARGS)

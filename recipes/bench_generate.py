@@ -58,7 +58,7 @@ def speeds(model: k3.Model, rows: int, prompts: Prompts) -> dict[str, Any]:
 
 
 def samples(model: k3.Model, prompts: Prompts) -> dict[str, float]:
-    """Medians, in turns: SAMPLES first tokens of one prompt, of as many cold ones, each alone or all in a batch, and of a cached one."""
+    """Medians, in turns: first tokens of one prompt, of as many cold ones, alone or in a batch, and of a cached one."""
     engine = Engine(model, slots=16)
     taken: dict[str, list[float]] = {"together": [], "alone": [], "batch": [], "again": []}
     for turn in range(1 + ROUNDS):

@@ -88,6 +88,11 @@ VERBS = {
         sections=("nodes", "chain", "cluster", "submit"),
         usage="cluster=NAME nodes=N [any key of k3 pretrain ...] [STAGE:key=value ...]",
     ),
+    "posttrain": Verb(
+        "pretrain, extend, sft, rl of two experts and their distillation, one after another, and what each was worth",
+        "recipes.posttrain:run",
+        usage="[dir=FOLDER] [key=value ...] [STAGE:key=value ...]",
+    ),
     "status": Verb(
         "list runs: how far each is, where, and what to do about one that stopped", "recipes.status:run", usage="[FOLDER]"
     ),

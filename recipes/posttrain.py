@@ -1,34 +1,32 @@
 """`k3 posttrain`: the whole way on one machine, verb by verb: pretrain, extend, sft, two experts by rl, and their distillation.
 
-Each stage is a run of its own in `dir/NAME`, as `k3 VERB` would make it; a stage that is there already goes on or is left as it
-is. At the end every model answers the same held-out tasks, and a table and a picture say what each stage was worth.
+Each stage is a run of its own in `dir/NAME`, as `k3 VERB` makes it; one that is complete is left as it is, one that was stopped
+goes on. Every stage answers the same held-out tasks, and at the end a table and a picture say what each was worth.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.console import say
 from recipes.errors import UserError, suggestion, word
-from recipes.exam import Grades, gain, grades_of, interval, read
 
-# tasks whose answers are short, do not stand in the prompt, and come within reach of a model of a million parameters in minutes
-DOMAINS: dict[str, list[str]] = {
-    "arithmetic": ["chain_sum"],
-    "words": ["family_relationships", "leg_counting"],
-}
-PARAMETERS = {
+# tasks of different kinds whose answers are short, are not in the prompt, and come within reach of a small model in minutes
+EXPERTS: dict[str, tuple[str, ...]] = {"arithmetic": ("chain_sum",), "words": ("family_relationships", "leg_counting")}
+PARAMETERS: dict[str, dict[str, int]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
     "leg_counting": {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 5},
 }
-KEPT = 0.9  # of each expert's gain that its student shall have
+HELDOUT = 128  # tasks of each generator
+KEPT = 0.9  # of an expert's gain that its student shall have
 
 
 @dataclass(frozen=True)
@@ -40,21 +38,132 @@ class Stage:
 
 
 def stages(folder: Path) -> list[Stage]:
-    every = [name for names in DOMAINS.values() for name in names]
-    parameters = tuple(f"tasks.parameters.{g}.{key}={value}" for g, of in PARAMETERS.items() for key, value in of.items())
-
-    def tasks(names: Sequence[str]) -> tuple[str, ...]:
-        return (f"tasks.generators=[{','.join(names)}]", *(p for p in parameters if p.split(".")[2] in names))
-
-    experts = [
-        Stage(f"rl-{domain}", "rl", "sft", (*tasks(names), "run.steps=40"))
-        for domain, names in DOMAINS.items()
-    ]
-    teachers = ",".join(f"{name}:{folder / f'rl-{domain}'}" for domain, names in DOMAINS.items() for name in names)
+    """In their order; all with the same tasks, so that what is held out of one is held out of all."""
+    every = tuple(name for names in EXPERTS.values() for name in names)
+    experts = [Stage(f"rl-{kind}", "rl", "sft", _tasks(names)) for kind, names in EXPERTS.items()]
+    teachers = ",".join(f"{name}:{folder / f'rl-{kind}'}" for kind, names in EXPERTS.items() for name in names)
     return [
-        Stage("pretrain", "pretrain", None, ("recipe=nano", "run.steps=60")),
+        Stage("pretrain", "pretrain", None, ("run.steps=60",)),
         Stage("extend", "extend", "pretrain", ("run.steps=20",)),
-        Stage("sft", "sft", "extend", (*tasks(every), "run.steps=300")),
+        Stage("sft", "sft", "extend", (*_tasks(every), "run.steps=300")),
         *experts,
-        Stage("distill", "distill", "sft", (*tasks(every), f"distill.teachers=[{teachers}]", "run.steps=40")),
+        Stage("distill", "distill", "sft", (*_tasks(every), f"distill.teachers=[{teachers}]")),
     ]
+
+
+def _tasks(names: Sequence[str]) -> tuple[str, ...]:
+    parameters = [f"tasks.parameters.{name}.{key}={value}" for name in names for key, value in PARAMETERS.get(name, {}).items()]
+    return (f"tasks.generators=[{','.join(names)}]", f"tasks.heldout={HELDOUT * len(names)}", *parameters)
+
+
+def run(words: Sequence[str]) -> int:
+    """`dir=FOLDER`, and `STAGE:key=value` for one stage, `key=value` for all. Returns 0 where every stage is complete."""
+    folder, own = _read(words)
+    began = time.perf_counter()
+    for stage in stages(folder):
+        if code := _train(stage, folder, [*own.get("", []), *own.get(stage.name, [])]):
+            say(f"posttrain: {stage.name} ended with exit code {code}; the same command goes on from there")
+            return code
+    say(f"\nposttrain: {(time.perf_counter() - began) / 60:.1f} minutes, in {folder}")
+    found = report(folder)
+    (folder / "posttrain.json").write_text(json.dumps(found, indent=1) + "\n")
+    say("\n".join(text(found)))
+    return 0
+
+
+def _read(words: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:
+    folder, own = Path("runs/posttrain"), dict[str, list[str]]()
+    names = [stage.name for stage in stages(folder)]
+    for text in words:
+        where, colon, rest = text.partition(":")
+        if text.startswith("dir="):
+            folder = Path(text.removeprefix("dir="))
+        elif colon and "=" in rest and "=" not in where:
+            if where not in names:
+                raise UserError(f"{text}: no such stage{suggestion(where, names)}; there are {', '.join(names)}")
+            own.setdefault(where, []).append(rest)
+        else:
+            own.setdefault("", []).append(text)
+    return folder, own
+
+
+def _train(stage: Stage, folder: Path, words: Sequence[str]) -> int:
+    init = [] if stage.after is None else [word("run.init", str(folder / stage.after))]
+    typed = {text.split("=")[0] for text in words}
+    here = folder / stage.name
+    if (here / "config.yaml").is_file():  # then all of it stands there
+        given = (
+            [word("run.resume", str(here))]
+            if (here / "checkpoints").is_dir()
+            else [word("run.dir", str(here)), "run.resume=auto"]
+        )
+    else:
+        given = [*init, *(w for w in stage.words if w.split("=")[0] not in typed), *words, word("run.dir", str(here))]
+    say(f"\n== {stage.name}: k3 {stage.phase} {' '.join(given)}")
+    return subprocess.run([sys.executable, "-P", "-m", "recipes.cli", stage.phase, *given], env=os.environ).returncode
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """By generator: the share of held-out tasks right of each model, and of what the expert gained what its student has."""
+    from recipes.exam import RECORD, gain, grades_of, interval, read
+
+    def exam(name: str, which: int) -> Any:
+        return grades_of(read(folder / name / RECORD)[which])
+
+    base, tuned, student = exam("sft", 0), exam("sft", -1), exam("distill", -1)
+    found: dict[str, Any] = {}
+    for kind, names in EXPERTS.items():
+        expert = exam(f"rl-{kind}", -1)
+        for name in names:
+            each = {"base": base.of(name), "sft": tuned.of(name), "expert": expert.of(name), "student": student.of(name)}
+            found[name] = {"expert": f"rl-{kind}", "tasks": len(each["sft"])}
+            found[name] |= {which: {"share": sum(r) / len(r), "interval": interval(r)} for which, r in each.items()}
+            found[name] |= {
+                "gain_sft": gain(each["base"], each["sft"]),
+                "gain_rl": gain(each["sft"], each["expert"]),
+                "gain_student": gain(each["sft"], each["student"]),
+            }
+    for kind, names in EXPERTS.items():
+        before, after, learnt = (
+            [r for name in names for r in grades.of(name)] for grades in (tuned, exam(f"rl-{kind}", -1), student)
+        )
+        kept = (sum(learnt) - sum(before)) / max(1, sum(after) - sum(before))
+        found[f"rl-{kind}"] = {"gain_rl": gain(before, after), "gain_student": gain(before, learnt), "kept": kept}
+    _picture(found, folder / "posttrain.png")
+    return found
+
+
+def text(found: Mapping[str, Any]) -> list[str]:
+    lines = [f"{'right answers':<22}{'base':>16}{'sft':>16}{'expert':>16}{'student':>16}   (95 % intervals)"]
+    for name, of in found.items():
+        if "tasks" in of:
+            shares = "".join(f"{of[w]['share']:>7.0%} ({of[w]['interval'][0]:.0%}-{of[w]['interval'][1]:.0%})".rjust(16)
+                             for w in ("base", "sft", "expert", "student"))  # fmt: skip
+            lines.append(f"{name:<22}{shares}")
+    for name, of in found.items():
+        if "kept" in of:
+            mean, low, high = of["gain_rl"]
+            side = "significant" if low > 0 else "not significant"
+            lines.append(
+                f"{name}: {mean:+.1%} by RL ({low:+.1%} to {high:+.1%}, {side}); its student has {of['kept']:.0%} of that "
+                f"({'at least' if of['kept'] >= KEPT else 'less than'} {KEPT:.0%})"
+            )
+    return lines
+
+
+def _picture(found: Mapping[str, Any], path: Path) -> None:
+    from recipes.callbacks.pictures import blank
+
+    names = [name for name, of in found.items() if "tasks" in of]
+    figure = blank(2 + 2.2 * len(names), 4.5)
+    axes = figure.add_subplot()
+    for at, which in enumerate(("base", "sft", "expert", "student")):
+        shares = [found[name][which]["share"] for name in names]
+        ends = [found[name][which]["interval"] for name in names]
+        spread = [[s - low for s, (low, _) in zip(shares, ends)], [high - s for s, (_, high) in zip(shares, ends)]]
+        places = [i + 0.2 * (at - 1.5) for i in range(len(names))]
+        axes.bar(places, shares, 0.18, yerr=spread, capsize=2, label=which)
+    axes.set_xticks(range(len(names)), names)
+    axes.set(ylabel="held-out tasks right", ylim=(0, 1))
+    axes.legend()
+    figure.savefig(path, dpi=120)

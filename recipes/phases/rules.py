@@ -111,9 +111,7 @@ def _measures_no(*any_of: Measure) -> Callable[[Config], bool]:
     return lambda c: c.phase == "eval" and not set(any_of) & set(c.eval.what)
 
 
-UNREAD_BY_EVAL = (
-    *("dir", "steps", "seed", "resume", "eval_every", "sample_tokens", "sample_prompt", "compare_dense"),
-)
+UNREAD_BY_EVAL = (*("dir", "steps", "seed", "resume", "eval_every", "sample_tokens", "sample_prompt", "compare_dense"),)
 KEPT = ("layer", "attention", "feed_forward", "head")
 
 
@@ -149,6 +147,7 @@ IDLE: list[Rule] = [
     ("run.eval_every", (lambda c: c.phase in SAMPLING and _no_exam(c), "exam.enabled=false measures nothing")),
     ("sft.examples", (lambda c: c.data.chat.path is not None, "the conversations are those of data.chat.path")),
     ("rl.effort", (_not_in("rl"), "distill.teachers says what prompts state")),
+    ("rl.even", (_not_in("rl"), "in distillation every token has an advantage of its own")),
     ("rl.budget.end", (lambda c: c.rl.budget.start is None, "rl.budget.start=null sets no budget")),
     ("rl.budget", (_not_in("rl"), "in distillation teachers judge every token, and no rewards are given")),
     ("model.mtp_weight", (lambda c: c.phase in SAMPLING, "MTP layers take no part in this phase")),

@@ -31,7 +31,7 @@ from parallel.world import World
 from recipes.errors import UserError
 from recipes.rewards.judge import Verdict
 from recipes.rl.batch import Sampled, collate, pack
-from recipes.rl.config import Effort, RlConfig
+from recipes.rl.config import Effort, Even, RlConfig
 
 PROBES = 64  # prompts whose answers tell how long those of the initial model are
 
@@ -76,9 +76,7 @@ class Group:
 
     def plain(self) -> dict[str, Any]:
         """As JSON, which keeps every bit of a float; without the states. Copies: it is written while these go on."""
-        of = [
-            {"tokens": list(one.tokens), "logprobs": list(one.logprobs), "finished": one.finished} for one in self.trajectories
-        ]
+        of = [{"tokens": list(one.tokens), "logprobs": list(one.logprobs), "finished": one.finished} for one in self.trajectories]
         return {"number": self.number, "trajectories": of}
 
 
@@ -147,7 +145,13 @@ class Rollouts:
             self.teach(told)
         self._report(told, time.perf_counter() - began)
         index, self.position = self.position, self.position + 1
-        return self._batch([one for group in told for one in group.sampled], index)
+        return self._batch([one for group in self._learnt(told) for one in group.sampled], index)
+
+    def _learnt(self, told: Sequence[Told]) -> Sequence[Told]:
+        """The groups that the update is computed from: whose advantages are all zero, a fresh one adds nothing to it."""
+        if self.teach is not None or self.cfg.even is Even.keep:
+            return told
+        return [group for group in told if len(set(group.rewards)) > 1] or told
 
     def check(self) -> None:
         """Raises UserError where prompts of the first step do not fit a row: before anything is written. Alike on all ranks."""
@@ -272,9 +276,11 @@ class Rollouts:
 
     def _batch(self, sampled: Sequence[Sampled], index: int) -> StepBatch:
         """This data rank's rows, of which all ranks have as many."""
-        length, of, micro = self.rows.seq_length, self.world.data_size, self._micro
+        length, of = self.rows.seq_length, self.world.data_size
         rows = [[sampled[i] for i in items] for items in pack([len(one) for one in sampled], length)]
-        rows += [[]] * (-len(rows) % (micro * of))
+        passes = -(-len(rows) // (self._micro * of))
+        micro = -(-len(rows) // (passes * of))  # as even as they come
+        rows += [[]] * (passes * micro * of - len(rows))
         mine = [rows[first + self.world.data_rank * micro :][:micro] for first in range(0, len(rows), micro * of)]
         return StepBatch([collate(part, length, self.prompts.fill) for part in mine], index, len(rows) * length)
 

@@ -52,7 +52,12 @@ class Teachers:
         made: dict[str, k3.Model] = {}
         for path, weights in self._opened.items():
             model = k3.build(
-                cfg.model, self.world, dtype=DTYPES[cfg.precision.name], activations=cfg.activations, qat=cfg.qat, draw_values=False
+                cfg.model,
+                self.world,
+                dtype=DTYPES[cfg.precision.name],
+                activations=cfg.activations,
+                qat=cfg.qat,
+                draw_values=False,
             )
             weights.weights(model)
             made[path] = model.eval()

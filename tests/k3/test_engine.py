@@ -168,8 +168,8 @@ def test_the_cache_notices_changed_weights(model: Model) -> None:
 
 def test_samples_of_one_prompt_compute_it_once_and_the_cache_stays_small(model: Model) -> None:
     engine = Engine(model, slots=16, block=16, prefix_bytes=400_000)
-    for i in range(6):
-        engine.run([Trajectory(prompt(100, seed=i), (k,)) for k in range(40)], GREEDY)
+    for i in range(4):
+        engine.run([Trajectory(prompt(100, seed=i), (k,)) for k in range(20)], GREEDY)
         assert engine.stats.prefilled == 100 * (i + 1)
         assert engine._prefixes.bytes <= 400_000
     assert len(engine._prefixes) > 6
