@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from parallel.local import Helper
-from tests.equivalence.proofs import prove
+from tests.equivalence.proofs import config, prove, reference
 from tests.equivalence.test_broken import prove_broken
 
 PHASES = ("extend", "sft", "rl", "distill")
@@ -30,6 +31,21 @@ def test_a_phase_in_a_layout_equals_the_single_process(phase: str, layout: str, 
 
 
 POLICY = f"phase=rl {SMALL}"
+
+
+@pytest.mark.parametrize("phase", ["rl", "distill"])
+def test_mtp_layers_take_no_part(phase: str, helper: Helper) -> None:
+    """Their gradients are zero, to the bit, and their routers count nothing: so no bias moves. That nothing waits for them, with
+    overlap and ZeRO, the proofs above show.
+    """
+    trace = reference(config(f"phase={phase} {SMALL}"), helper)
+    mtp = {name: gradient for name, gradient in trace.gradients.items() if name.startswith("mtp.")}
+    assert len(mtp) > 20 and not any(gradient.any() for gradient in mtp.values())
+    assert sum(bool(gradient.any()) for gradient in trace.gradients.values()) > 60
+    assert trace.loads and not any(name.startswith("mtp.") for name in trace.loads)
+    (bias,) = [name for name in trace.weights if name.startswith("mtp.") and name.endswith("balancer.bias")]
+    more = reference(config(f"phase={phase} {SMALL} prove.steps=1"), helper)
+    assert torch.equal(trace.weights[bias], more.weights[bias])
 
 
 def test_this_way_what_is_right_passes_too(helper: Helper) -> None:

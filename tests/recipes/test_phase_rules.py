@@ -59,20 +59,38 @@ IGNORED = [  # verb, words behind run.init: the last one would do nothing
     *[("sft", f"data.chat.path=x {w}") for w in ("tasks.seed=3", "rewards.seconds=3", "exam.max_new_tokens=3", "sft.examples=3")],
     *[("sft", f"exam.enabled=false {w}") for w in ("rewards.seconds=3", "exam.max_new_tokens=3")],
     *[("rl", f"exam.enabled=false {w}") for w in ("exam.max_new_tokens=3", "tasks.heldout=3", "run.eval_every=3")],
-    *[("rl", f"data.{w}") for w in ("corpus=.", "cache=x", "heldout_fraction=0.2", "heldout_tokens=3", "seed=3", "batch_size=32")],
-    *[("rl", f"data.{w}") for w in ("ramp.samples=8 data.ramp.start=8", "long.documents=0.5", "chat.path=x", "chat.too_long=refuse")],
+    *[
+        ("rl", f"data.{w}")
+        for w in ("corpus=.", "cache=x", "heldout_fraction=0.2", "heldout_tokens=3", "seed=3", "batch_size=32")
+    ],
+    *[
+        ("rl", f"data.{w}")
+        for w in ("ramp.samples=8 data.ramp.start=8", "long.documents=0.5", "chat.path=x", "chat.too_long=refuse")
+    ],
     *[("rl", w) for w in ("rl.budget.end=0.5", "model.mtp_weight=0.3", "optim.guard.loss=9")],
     *[("distill", f"{EXPERTS} {w}") for w in ("rl.effort=none data.batch_size=32", "rl.budget.start=2", "data.batch_size=32")],
     *[("eval", f"run.{w}") for w in ("steps=3", "dir=x", "seed=3", "eval_every=3", "sample_tokens=3")],
-    *[("eval", w) for w in ("model.moe.ema=0.5", "activations.layer=recompute", "data.ramp.samples=8 data.ramp.start=8", "data.seed=3")],
-    *[("eval", f"eval.what=[heldout] {w}") for w in ("tasks.seed=3", "rewards.seconds=3", "recall.rows=3", "data.chat.mode=thinking")],
+    *[
+        ("eval", w)
+        for w in ("model.moe.ema=0.5", "activations.layer=recompute", "data.ramp.samples=8 data.ramp.start=8", "data.seed=3")
+    ],
+    *[
+        ("eval", f"eval.what=[heldout] {w}")
+        for w in ("tasks.seed=3", "rewards.seconds=3", "recall.rows=3", "data.chat.mode=thinking")
+    ],
     *[("eval", f"eval.what=[tasks] {w}") for w in ("data.corpus=.", "data.heldout_tokens=3", "recall.rows=3")],
 ]
 
 
 @pytest.mark.parametrize(("verb", "line", "says"), REFUSED)
 def test_a_phase_refuses(
-    verb: str, line: str, says: str, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    verb: str,
+    line: str,
+    says: str,
+    pretrained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main([verb, f"run.init={pretrained / 'base'}", *line.split()]) == 2
@@ -101,13 +119,17 @@ def test_every_key_of_the_rules_exists() -> None:
 def test_a_teacher_of_another_shape(pretrained: Path) -> None:
     code, other = do(pretrained, "shallow", "model.layers=2", "model.residual_block=1", "run.steps=1", "run.sample_tokens=0")
     assert code == 0
-    cfg = compose(words(pretrained, "distill", "shaped", f"distill.teachers=[sums:{pretrained / 'base'},words:{other}]"), "distill")
+    cfg = compose(
+        words(pretrained, "distill", "shaped", f"distill.teachers=[sums:{pretrained / 'base'},words:{other}]"), "distill"
+    )
     with pytest.raises(UserError, match=rf"distill.teachers: words: model.layers=\d+: the weights of {other} have 2"):
         train(cfg)
     assert not (pretrained / "shaped").exists()
 
 
-@pytest.mark.parametrize(("teachers", "says"), [(["sums"], "no expert is for words"), (["sums", "words", "x"], "there are no tasks of x")])
+@pytest.mark.parametrize(
+    ("teachers", "says"), [(["sums"], "no expert is for words"), (["sums", "words", "x"], "there are no tasks of x")]
+)
 def test_domains_of_a_folder_have_their_experts(teachers: list[str], says: str, pretrained: Path) -> None:
     given = ",".join(f"{name}:{pretrained / 'base'}" for name in teachers)
     cfg = compose(words(pretrained, "distill", "domains", f"distill.teachers=[{given}]"), "distill")
@@ -118,7 +140,9 @@ def test_domains_of_a_folder_have_their_experts(teachers: list[str], says: str, 
 
 def test_rows_too_short_for_a_prompt(pretrained: Path) -> None:
     cfg = compose(words(pretrained, "rl", "short", "data.seq_length=40", "exam.enabled=null"), "rl")
-    with pytest.raises(UserError, match=r"data.seq_length=40: task .* has a prompt of \d+ tokens, which with rl.max_new_tokens=8"):
+    with pytest.raises(
+        UserError, match=r"data.seq_length=40: task .* has a prompt of \d+ tokens, which with rl.max_new_tokens=8"
+    ):
         train(cfg)
     cfg = compose(words(pretrained, "sft", "short", "data.seq_length=20"), "sft")
     with pytest.raises((UserError, DataError), match="data.seq_length=20"):
@@ -143,7 +167,13 @@ def test_a_run_is_continued_by_its_own_verb(verb: str, pretrained: Path) -> None
 def test_a_chain_of_all_phases(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = [
         *("chain=[pretrain,extend,sft,rl,distill]", "cluster=cpu", "submit.dry_run=true", "model=tiny", "run.steps=4"),
-        *(f"run.dir={tmp_path / 'all'}", "extend:run.steps=2", "rl:rl.complete=0.5", "3:optim.lr=1e-3", "distill:tasks.generators=[gcd]"),
+        *(
+            f"run.dir={tmp_path / 'all'}",
+            "extend:run.steps=2",
+            "rl:rl.complete=0.5",
+            "3:optim.lr=1e-3",
+            "distill:tasks.generators=[gcd]",
+        ),
         f"distill:distill.teachers=[gcd:{tmp_path / 'all'}-4-rl]",
     ]
     made = stages(line, list(PHASES))

@@ -73,7 +73,9 @@ def test_every_sampled_token_is_a_counted_label_once(made: list[Sampled], length
             assert batch.fresh[b, first:end][counted].tolist() == [not one.stale] * len(one.tokens)
             said = batch.advantage if one.teacher is None else batch.teacher
             assert said is not None and (batch.advantage is None) == (one.teacher is not None)
-            assert said[b, first:end][counted].tolist() == ([one.advantage] * len(one.tokens) if one.teacher is None else one.teacher)
+            assert said[b, first:end][counted].tolist() == (
+                [one.advantage] * len(one.tokens) if one.teacher is None else one.teacher
+            )
     assert len(seen) == len(made)
     for values in (batch.behaviour, batch.fresh, batch.advantage if batch.teacher is None else batch.teacher):
         assert values is not None and not values[~mask].any()
