@@ -44,6 +44,7 @@ class Phase:
             r, cfg.data, self.world, self.dialogue, self.engine,
             seed=cfg.run.seed, steps=cfg.run.steps, position=position, teach=self.teach(parts),
         )  # fmt: skip
+        self.rollouts.check()
         limit = cfg.distill.limit
         objective = PolicyObjective((1.0,), self.world, low=r.low, high=r.high, tau=r.tau, limit=limit)
         return Trainer(parts.model, parts.optimizer, self.rollouts, objective, keeps=self.rollouts)

@@ -153,6 +153,12 @@ class Rollouts:
             return told
         return [group for group in told if len(set(group.rewards)) > 1] or told
 
+    def check(self) -> None:
+        """Raises UserError where prompts of the first step do not fit a row: before anything is written. Alike on all ranks."""
+        for number in range(self.cfg.prompts):
+            if wrong := self._too_long(Group.new(number, self.prompts, [{}])):
+                raise UserError(wrong)
+
     def facts(self) -> dict[str, Any]:
         """What waits, on all ranks, and what each rank's tensors look like."""
         own = [group.plain() for group in self.waiting] if self._speaks else []

@@ -69,7 +69,9 @@ def by_parity(self: Dialogue, answers: Sequence[tuple[Task, Sequence[int]]]) -> 
     return [Verdict(float(sum(tokens) % 2), parts={"parity": float(sum(tokens) % 2)}) for _, tokens in answers]
 
 
-STOP = tuple(range(0, 256, 8))  # in the place of `Dialogue.stop`: answers of different lengths, though the model has learnt nothing
+STOP = tuple(
+    range(0, 256, 8)
+)  # in the place of `Dialogue.stop`: answers of different lengths, though the model has learnt nothing
 
 
 def untaught() -> None:
