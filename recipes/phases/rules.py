@@ -9,7 +9,7 @@ from recipes.config import Config
 from recipes.phases import PHASES
 from recipes.rl import config as rl
 
-TEXT = ("pretrain", "extend", "eval")  # jobs that read documents
+TEXT = ("pretrain", "extend", "draft", "eval")  # jobs that read documents
 ANSWERING = ("sft", "rl", "distill", "eval")  # those that ask for answers to tasks
 SAMPLING = ("rl", "distill")  # those that learn from their own
 
@@ -35,6 +35,8 @@ def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
                 cfg.parallel.pp,
                 "a pipeline does not generate yet, and this phase learns from what it generates; give 1",
             )
+    if job == "draft" or (job == "prove" and cfg.phase == "draft"):
+        yield from _draft(cfg)
     if job == "distill":
         try:
             if not rl.teachers(cfg.distill):
@@ -43,6 +45,19 @@ def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
             yield "distill.teachers", cfg.distill.teachers, str(error)
         if not cfg.distill.limit > 0:
             yield "distill.limit", cfg.distill.limit, "must be above 0"
+
+
+def _draft(cfg: Config) -> Iterator[tuple[str, object, str]]:
+    if cfg.draft.steps < 1:
+        yield "draft.steps", cfg.draft.steps, "must be at least 1"
+    if not cfg.model.mtp_layers:
+        yield "model.mtp_layers", 0, "the model has no MTP layer to make a draft of; begin with one that was pretrained with it"
+    if cfg.data.seq_length < 2 + cfg.draft.steps:
+        yield "data.seq_length", cfg.data.seq_length, f"must be at least 2 + draft.steps = {2 + cfg.draft.steps}"
+    if cfg.parallel.pp > 1:
+        yield "parallel.pp", cfg.parallel.pp, "the frozen model has no backward pass for a pipeline to run; give 1"
+    if cfg.parallel.cp > 1:
+        yield "parallel.cp", cfg.parallel.cp, "what the model says of later tokens lies on other context ranks; give 1"
 
 
 def _not_in(*phases: str) -> Callable[[Config], bool]:
@@ -81,7 +96,10 @@ IDLE: dict[str, tuple[Callable[[Config], bool], str]] = {
     "rl.effort": (_not_in("rl"), "distill.teachers says what prompts state"),
     "rl.budget.end": (lambda c: c.rl.budget.start is None, "rl.budget.start=null sets no budget"),
     "rl.budget": (_not_in("rl"), "in distillation teachers judge every token, and no rewards are given"),
-    "model.mtp_weight": (lambda c: c.phase in SAMPLING, "MTP layers take no part in this phase"),
+    "model.mtp_weight": (
+        lambda c: c.phase in (*SAMPLING, "draft"),
+        "this phase has a loss of its own, and the MTP layers' is no part of it",
+    ),
     "optim.guard.loss": (lambda c: c.phase in SAMPLING, "the loss of this phase lies around zero, where no ratio is a spike"),
     "run.compare_dense": (_not_in("pretrain"), "only k3 pretrain compares with a dense model"),
 }
