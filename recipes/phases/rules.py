@@ -50,6 +50,8 @@ def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
         yield from _draft(cfg)
     if job == "distill":
         yield from _distillation(cfg)
+    if job == "draft" or (job == "prove" and cfg.phase == "draft"):
+        yield from _draft(cfg)
 
 
 NO_THOUGHT = "data.chat.mode=instruct answers without thinking, and has no effort to state; give data.chat.mode=thinking, or none"
@@ -85,7 +87,7 @@ def _distillation(cfg: Config) -> Iterator[tuple[str, object, str]]:
         yield (
             "distill.teachers",
             cfg.distill.teachers,
-            f"no expert is for {', '.join(without)}, of which there are tasks; give one each, or leave those out of tasks.generators",
+            f"no expert is for {', '.join(without)}, of which there are tasks; give one each, or leave those tasks out",
         )
     if cfg.tasks.folder is None and (idle := [domain for domain in taught if domain not in domains]):
         yield (
@@ -165,7 +167,10 @@ IDLE: list[Rule] = [
     ("rl.even", (_not_in("rl"), "in distillation every token has an advantage of its own")),
     ("rl.budget.end", (lambda c: c.rl.budget.start is None, "rl.budget.start=null sets no budget")),
     ("rl.budget", (_not_in("rl"), "in distillation teachers judge every token, and no rewards are given")),
-    ("model.mtp_weight", (lambda c: c.phase in SAMPLING, "MTP layers take no part in this phase")),
+    (
+        "model.mtp_weight",
+        (lambda c: c.phase in (*SAMPLING, "draft"), "this phase has a loss of its own, and the MTP layers' is no part of it"),
+    ),
     ("optim.guard.loss", (lambda c: c.phase in SAMPLING, "the loss of this phase lies around zero, where no ratio is a spike")),
     ("run.compare_dense", (_not_in("pretrain"), "only k3 pretrain compares with a dense model")),
     # what k3 eval does not read
@@ -185,5 +190,3 @@ IDLE: list[Rule] = [
         "data.",
     ),
 ]
-    if job == "draft" or (job == "prove" and cfg.phase == "draft"):
-        yield from _draft(cfg)
