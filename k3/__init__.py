@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from k3.config import ConfigError, K3Config
-    from k3.construct import balancing, build, cards, clip_targets, residual_weights
+    from k3.construct import balancing, build, cards, clip_targets, freeze, residual_weights
     from k3.engine import Engine
     from k3.generation.sampling import Sampling
     from k3.generation.text import generate
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 _HOME = {
     "build": "construct", "cards": "construct", "balancing": "construct", "clip_targets": "construct",
-    "residual_weights": "construct",
+    "residual_weights": "construct", "freeze": "construct",
     "K3Config": "config", "ConfigError": "config", "preset": "presets", "Model": "model",
     "generate": "generation.text", "Engine": "engine", "Sampling": "generation.sampling", "Trajectory": "generation.trajectory",
 }  # fmt: skip
 __all__ = [
     "ConfigError", "Engine", "K3Config", "Model", "Sampling", "Trajectory", "balancing", "build", "cards", "clip_targets",
-    "generate", "preset", "residual_weights",
+    "freeze", "generate", "preset", "residual_weights",
 ]  # fmt: skip
 
 

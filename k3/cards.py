@@ -133,6 +133,8 @@ def _mtp(c: K3Config, scope: _Scope) -> Iterator[Card]:
     d = c.hidden_size
     yield scope.norm("enorm", d)
     yield scope.norm("hnorm", d)
+    if c.draft:
+        yield replace(scope.matrix("draft_proj", (d, (1 + len(c.draft_blocks)) * d), SEQUENCE, role="mtp"), init="last")
     yield scope.matrix("eh_proj", (d, 2 * d), SEQUENCE, role="mtp")
     yield scope.norm("input_layernorm", d, low=True)
     yield from _mla(c, scope.sub("attention", "self_attn"))

@@ -100,6 +100,7 @@ class K3Config:
     init_std: float = 0.006
     mtp_layers: int = 0
     mtp_weight: float = 0.1  # of each MTP layer's loss
+    draft: bool = False  # the MTP layer reads blocks of the backbone too, through a matrix of its own (report 4.3)
     kda: KDAConfig = field(default_factory=KDAConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -110,6 +111,14 @@ class K3Config:
 
     def is_moe(self, layer: int) -> bool:
         return self.moe.experts > 0 and layer >= self.dense_layers
+
+    @property
+    def draft_blocks(self) -> tuple[int, ...]:
+        """The Attention Residual blocks, from 1, that a draft reads beside the backbone's state: 1 and 4; of models with fewer
+        than five, the first and the middle one before the last. None on a plain residual stream.
+        """
+        before_last = -(-self.layers // self.residual_block) - 1 if self.residual is Residual.attnres else 0
+        return (1, 4) if before_last >= 4 else tuple(sorted({1, 1 + before_last // 2})) if before_last else ()
 
     @property
     def expert_width(self) -> int:
@@ -138,6 +147,8 @@ def _broken_rules(c: K3Config) -> Iterator[tuple[str, object, str]]:
         yield "mtp_layers", c.mtp_layers, "must be at least 0"
     if c.mtp_weight < 0:
         yield "mtp_weight", c.mtp_weight, "must be at least 0"
+    if c.draft and c.mtp_layers != 1:
+        yield "draft", c.draft, f"a draft is one MTP layer, and model.mtp_layers={c.mtp_layers}; give 1, or model.draft=false"
     for name in ("situ_beta", "situ_linear_beta", "norm_eps", "init_std"):
         if getattr(c, name) <= 0:
             yield name, getattr(c, name), "must be positive"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +19,9 @@ from k3.mla import MLA
 from k3.model import Model
 from k3.qat import QatConfig, refusals
 from k3.residual import ReadBlocks
+from k3.router import Router
 from parallel.attributes import mark
-from parallel.cards import CardTable
+from parallel.cards import Card, CardTable
 from parallel.clip import ClipTarget
 from parallel.world import World, start
 
@@ -56,10 +59,18 @@ def build(
         if isinstance(module, Balancer):
             module.name = name.removesuffix(".feed_forward.router.balancer")
     table = cards(model)
+    mark(table, world)
     if draw_values:
         draw(table, seed=seed, std=config.init_std, world=world)
-    mark(table, world)
     return model
+
+
+def freeze(model: nn.Module, trains: Callable[[Card], bool]) -> None:
+    """Leaves what `trains` says to gradients. Everything else keeps its bits: no gradient buffer, no optimizer state, no weight
+    decay, no clip, no balancing. To be called before `parallel.wrap` and `optim.build`, which read `cards(model).trained()`.
+    """
+    for card, parameter in cards(model).trained():
+        parameter.requires_grad_(trains(card))
 
 
 def _provider(config: K3Config, kind: LowPrecision | None, world: World) -> Provider | None:
@@ -95,17 +106,18 @@ def unwrap(model: nn.Module) -> Model:
 
 
 def balancing(model: nn.Module) -> Balancing:
-    """The balancers of this rank's routers, in the model's order."""
+    """The balancers of this rank's routers, in the model's order; frozen routers stay as they are."""
     whole = unwrap(model)
-    return Balancing([m for m in whole.modules() if isinstance(m, Balancer)], whole.world)
+    routers = [m for m in whole.modules() if isinstance(m, Router)]
+    return Balancing([m.balancer for m in routers if m.weight.requires_grad], whole.world)
 
 
 def clip_targets(model: nn.Module) -> list[ClipTarget]:
-    """The MLA heads whose logits the weight clip watches. KDA has none: its queries and keys are normalised."""
+    """The trained MLA heads whose logits the weight clip watches. KDA has none: its queries and keys are normalised."""
     out = []
     for name, module in unwrap(model).named_modules():
-        if isinstance(module, MLA):
-            query = "q_proj" if module.direct_query else "q_b_proj"
+        query = "q_proj" if isinstance(module, MLA) and module.direct_query else "q_b_proj"
+        if isinstance(module, MLA) and module.get_parameter(f"{query}.weight").requires_grad:
             out.append(
                 ClipTarget(
                     query=f"{name}.{query}.weight",

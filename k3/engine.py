@@ -6,8 +6,9 @@
 
 Exact in float32 on one CPU thread, bit for bit (tests/k3/test_engine.py): a prompt found in the cache continues as a cold one,
 for every hit; a trajectory's tokens and log-probabilities depend on its prompt, its key and the seed, never on other rows, its
-slot, the order or pauses. Prompts are cut at absolute block boundaries, decode runs in multiples of 16 rows, and each draw has a
-random number of its own. The log-probabilities are those of a training pass to rounding (`mismatch` says how far off).
+slot, the order, pauses or a draft. Prompts are cut at absolute block boundaries, decode runs in multiples of 16 rows, and each
+draw has a random number of its own. The log-probabilities are those of a training pass to rounding (`mismatch` says how far
+off).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import lcm
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from k3.generation.drafts import Drafts, VerifyPast
 from k3.generation.forward import advance, logits
 from k3.generation.lockstep import Lockstep, fingerprint
 from k3.generation.past import Derived, SlotsPast
@@ -46,6 +49,19 @@ class Stats:
     prefill_passes: int = 0
     decode_passes: int = 0
     cleared: int = 0  # times that changed weights emptied the prefix cache
+    proposed: int = 0  # tokens of the draft
+    accepted: int = 0  # of them, those that the model draws itself
+    verified: int = 0  # rows times passes of the model over proposals
+
+    @property
+    def acceptance(self) -> float:
+        """The share of proposals that were kept; those behind a wrong one are not. 0 without a draft."""
+        return self.accepted / max(1, self.proposed)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Of a row, tokens that one pass of the model gives: 1 without a draft."""
+        return 1 + self.accepted / max(1, self.verified)
 
 
 @dataclass
@@ -61,12 +77,14 @@ class _Prompt:
 class Engine:
     """Generates with `model`, at most `slots` trajectories at once, prompts in blocks of `block` tokens.
 
-    `prefix_bytes` bounds the prefix cache. Weights may change between runs: the cache notices by their bits. Tensor ranks hand in
-    the same trajectories and draw the same tokens; data and context ranks hand in their own. Where experts are spread over ranks,
-    all ranks call `run` together. Raises ParallelError for pipelines, ValueError for sizes that cannot be kept.
+    `draft`: tokens that the MTP layer proposes at a time and one pass of the model verifies; the tokens are the same (see
+    k3/generation/drafts.py). `prefix_bytes` bounds the prefix cache. Weights may change between runs: the cache notices by
+    their bits. Tensor ranks hand in the same trajectories and draw the same tokens; data and context ranks hand in their own.
+    Where experts are spread over ranks, all ranks call `run` together. Raises ParallelError for pipelines, ValueError for
+    sizes that cannot be kept.
     """
 
-    def __init__(self, model: Model, *, slots: int = 64, block: int = 64, prefix_bytes: int = 256 << 20):
+    def __init__(self, model: Model, *, slots: int = 64, block: int = 64, prefix_bytes: int = 256 << 20, draft: int = 0):
         world = model.world
         if not model.is_whole:
             raise ParallelError(f"parallel.pp={world.config.pp}: generation needs all layers on a rank; give parallel.pp=1")
@@ -76,7 +94,10 @@ class Engine:
         if block < 1 or block % self.unit:
             raise ValueError(f"block={block}: must be a positive multiple of {self.unit}")
         self.model, self.stage = model, model.stages[0]
-        shapes = Shapes(self.stage)
+        if draft < 0 or (draft and not self.stage.k3.mtp_layers):
+            raise ValueError(f"draft={draft}: needs a model with an MTP layer, which proposes the tokens; give 0")
+        self.draft, self._drafts = draft, Drafts(self.stage) if draft else None
+        shapes = Shapes(self.stage, draft)
         if any(not isinstance(layer.kv_b_proj, Column) for layer in shapes.mla):
             raise ValueError("the model was built with low_precision, which generation does not honour; build it without")
         self.slots, self.block = -(-slots // self.unit) * self.unit, block
@@ -160,6 +181,8 @@ class Engine:
             prefill, decode = self._lockstep.any(bool(self._jobs), bool(self._active))
             if prefill:
                 self._prefill()
+            elif decode and self.draft:
+                self._speculate()
             elif decode:
                 self._decode()
             else:
@@ -229,7 +252,9 @@ class Engine:
         valid = [len(part) for part in parts]
         tokens = torch.tensor([part + [0] * (block - len(part)) for part in parts], device=self.stage.world.device)
         past = SlotsPast(bench, self._derived, rows, block, valid)
-        final = advance(self.stage, tokens.flatten(), past)
+        final, mixed = advance(self.stage, tokens.flatten(), past)
+        if self._drafts is not None:
+            self._drafts.prefill(bench, self._derived, valid, tokens, self._drafts.read(final, mixed))
         past.advance(valid)
         self.stats.prefill_passes += 1
         self.stats.prefilled += sum(valid)
@@ -256,29 +281,84 @@ class Engine:
         rows = max(self.unit, -(-len(active) // self.unit) * self.unit)
         tokens = torch.tensor([t.tokens[-1] for t in active] + [0] * (rows - len(active)), device=self.stage.world.device)
         past = SlotsPast(self._slots, self._derived, rows, 1)
-        out = logits(self.stage, advance(self.stage, tokens, past))
+        out = logits(self.stage, advance(self.stage, tokens, past)[0])
         past.advance([1] * len(active))
         self.stats.decode_passes += 1
         self.stats.decoded += len(active)
         self._draw(active, out)
-        for row in reversed(range(len(active))):
-            if active[row].finished is not None:
-                _remove(active, self._slots, row)
+        self._let_go()
+
+    def _speculate(self) -> None:
+        """The draft's proposals for every active trajectory, one pass of the model over them, and the tokens that follow."""
+        active, slots, drafts, k = self._active, self._slots, self._drafts, self.draft
+        assert drafts is not None
+        rows = max(self.unit, -(-len(active) // self.unit) * self.unit)
+        states, logp = drafts.begin(slots, self._derived, rows, [t.tokens[-slots.behind[i] :] for i, t in enumerate(active)])
+        guesses: list[list[int]] = []
+        for step in range(1, k + 1):
+            drawn = draw(logp, self._sampling, self._numbers(active, [step - 1]))[0] if active else []
+            guesses.append(drawn + [0] * (rows - len(active)))
+            if step < k:
+                tokens = torch.tensor(guesses[-1], device=self.stage.world.device)
+                states, logp = drafts.go_on(slots, self._derived, step, tokens, states)
+        last = [t.tokens[-1] for t in active] + [0] * (rows - len(active))
+        tokens = torch.tensor([last, *guesses], device=self.stage.world.device).t()
+        past = VerifyPast(slots, self._derived, rows, k + 1)
+        final, mixed = advance(self.stage, tokens.flatten(), past)
+        out, features = logits(self.stage, final), drafts.read(final, mixed).view(rows, k + 1, -1)
+        counts = self._accept(active, guesses, out)
+        slots.features[:rows] = features
+        slots.behind[: len(active)] = counts
+        past.advance(counts)
+        self.stats.decode_passes += 1
+        self._let_go()
+
+    def _accept(self, active: Sequence[Trajectory], guesses: Sequence[Sequence[int]], out: Tensor) -> list[int]:
+        """Gives every trajectory what it draws from the logits [rows (k + 1), V], up to where a proposal was wrong; how many."""
+        if not active:
+            return []
+        k = len(guesses)
+        tokens, logprobs = draw(out, self._sampling, self._numbers(active, range(k + 1)))
+        counts = []
+        for i, t in enumerate(active):
+            count = 0
+            while t.finished is None and (not count or tokens[i * (k + 1) + count - 1] == guesses[count - 1][i]):
+                self._take(t, tokens[i * (k + 1) + count], logprobs[i * (k + 1) + count])
+                count += 1
+                if count > k:
+                    break
+            counts.append(count)
+        self.stats.proposed += k * len(active)
+        self.stats.accepted += sum(counts) - len(active)
+        self.stats.verified += len(active)
+        self.stats.decoded += sum(counts)
+        return counts
+
+    def _let_go(self) -> None:
+        for row in reversed(range(len(self._active))):
+            if self._active[row].finished is not None:
+                _remove(self._active, self._slots, row)
 
     def _draw(self, trajectories: Sequence[Trajectory], out: Tensor) -> None:
         """The next token of each, from the first rows of `out` [n, V]."""
         if not trajectories:
             return
-        numbers = uniforms([self._streams[id(t)] for t in trajectories], [len(t.tokens) for t in trajectories])
-        s = self._sampling
-        for t, token, logp in zip(trajectories, *draw(out, s, numbers)):
-            t.tokens.append(token)
-            t.logprobs.append(logp)
-            if token in s.stop:
-                t.finished = "stop"
-            elif len(t.tokens) >= s.max_new_tokens:
-                t.finished = "length"
-            self._done += t.finished is not None
+        for t, token, logp in zip(trajectories, *draw(out, self._sampling, self._numbers(trajectories, [0]))):
+            self._take(t, token, logp)
+
+    def _numbers(self, trajectories: Sequence[Trajectory], ahead: Sequence[int]) -> np.ndarray:
+        """The random numbers of the next tokens of each, trajectory by trajectory."""
+        streams = [self._streams[id(t)] for t in trajectories for _ in ahead]
+        return uniforms(streams, [len(t.tokens) + more for t in trajectories for more in ahead])
+
+    def _take(self, t: Trajectory, token: int, logp: float) -> None:
+        t.tokens.append(token)
+        t.logprobs.append(logp)
+        if token in self._sampling.stop:
+            t.finished = "stop"
+        elif len(t.tokens) >= self._sampling.max_new_tokens:
+            t.finished = "length"
+        self._done += t.finished is not None
 
     # -- around it -------------------------------------------------------------------------------------------------------
 

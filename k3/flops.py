@@ -165,7 +165,8 @@ def head(c: K3Config, s: Share) -> Work:
 
 def _mtp(c: K3Config, s: Share, name: str, block: int) -> list[Work]:
     """The joining projection, an MLA block with its feed-forward part, and the head once more."""
-    joined = linear("projections", 2 * s.between * 2 * c.hidden_size**2)
+    inputs = 2 + (1 + len(c.draft_blocks) if c.draft else 0)
+    joined = linear("projections", 2 * s.between * inputs * c.hidden_size**2)
     inside = latent_moe(c, s) if c.moe.experts else [gated_mlp(c, s, c.dense_size, "dense")]
     return [
         *_in([joined], "mtp", name),

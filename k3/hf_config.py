@@ -45,6 +45,7 @@ def from_published(document: dict[str, Any]) -> K3Config:
             norm_eps=text["rms_norm_eps"],
             init_std=text.get("initializer_range", K3Config.init_std),
             mtp_layers=text.get("num_nextn_predict_layers", 0),
+            draft=bool(text.get("nextn_predict_reads_blocks", False)),  # our name: no release has one
             kda=KDAConfig(
                 heads=kda["num_heads"],
                 head_dim=kda["head_dim"],
@@ -141,6 +142,8 @@ def to_published(config: K3Config) -> dict[str, Any]:
         "num_nextn_predict_layers": config.mtp_layers,
         "linear_attn_config": linear,
     }
+    if config.draft:
+        text["nextn_predict_reads_blocks"] = True
     if config.latent:
         text["routed_expert_hidden_size"] = moe.latent_size
     if config.residual is Residual.attnres:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -17,9 +18,14 @@ from parallel.world import World
 
 
 @torch.no_grad()
-def draw(table: CardTable, *, seed: int, std: float, world: World) -> None:
-    """Fills every parameter and buffer of the table in place; all memory is overwritten, whatever it held."""
+def draw(table: CardTable, *, seed: int, std: float, world: World, only: Collection[str] | None = None) -> None:
+    """Fills every parameter and buffer of the table in place; all memory is overwritten, whatever it held.
+
+    only: the names of those to fill; None: all.
+    """
     for name, card in table.items():
+        if only is not None and name not in only:
+            continue
         target = table.tensor(name)
         if target.is_meta:
             continue
@@ -45,6 +51,10 @@ def _value(card: Card, key: str, shape: tuple[int, ...], seed: int, std: float) 
         return torch.ones(shape, dtype=torch.float64)
     if card.init == "zeros":
         return torch.zeros(shape, dtype=torch.float64)
+    if card.init == "last":  # of the inputs side by side, the last one passes through as it is
+        whole = torch.zeros(shape, dtype=torch.float64)
+        whole[:, -shape[0] :].fill_diagonal_(1.0)
+        return whole
     digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if card.init == "normal":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from k3.activations import ActivationConfig
@@ -62,6 +64,9 @@ class MTPLayer(nn.Module):
         super().__init__()
         self.activations = activations.effective()
         d = config.hidden_size
+        self.blocks = config.draft_blocks
+        if config.draft:
+            self.draft_proj = ConcatLinear(d, build.megatron, 1 + len(self.blocks))
         self.enorm = build.norm("enorm", d)
         self.hnorm = build.norm("hnorm", d)
         self.eh_proj = ConcatLinear(d, build.megatron)
@@ -75,16 +80,25 @@ class MTPLayer(nn.Module):
             self.feed_forward = GatedMLP(config.dense_size, config, build.at("feed_forward"))
         self.norm = build.norm("norm", d)
 
+    def read(self, state: Tensor, bank: Sequence[Tensor]) -> Tensor:
+        """What the layer takes as the backbone's state: as a draft, blocks of the bank and the state through its own matrix."""
+        return self.draft_proj(*(bank[i] for i in self.blocks), state) if hasattr(self, "draft_proj") else state
+
     def forward(self, state: Tensor, next_embedding: Tensor, context: Context) -> Tensor:
-        return saving(self.activations.layer, self._whole, context, state, next_embedding)
+        return self.unrolled(state, next_embedding, context)[0]
 
-    def _whole(self, context: Context, state: Tensor, next_embedding: Tensor) -> Tensor:
+    def unrolled(self, state: Tensor, next_embedding: Tensor, context: Context, *earlier: Tensor) -> tuple[Tensor, Tensor]:
+        """One step more on the layer's own outputs: its state, and the latents that later steps find in `earlier` (k3/mla.py)."""
+        return saving(self.activations.layer, self._whole, context, state, next_embedding, *earlier)
+
+    def _whole(self, context: Context, state: Tensor, next_embedding: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor]:
         x = self.eh_proj(self.enorm(next_embedding), self.hnorm(state))
-        x = x + saving(self.activations.attention, self._attention, context, x)
-        return x + saving(self.activations.feed_forward, self._feed_forward, context, x)
+        out, latents = saving(self.activations.attention, self._attention, context, x, *earlier)
+        x = x + out
+        return x + saving(self.activations.feed_forward, self._feed_forward, context, x), latents
 
-    def _attention(self, context: Context, x: Tensor) -> Tensor:
-        return self.attention(self.input_layernorm(x), context)
+    def _attention(self, context: Context, x: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attention.unrolled(self.input_layernorm(x), context, *earlier)
 
     def _feed_forward(self, context: Context, x: Tensor) -> Tensor:
         return self.feed_forward(self.post_attention_layernorm(x), context)

@@ -70,14 +70,15 @@ class Duplicated(nn.Module):
 
 
 class ConcatLinear(Duplicated):
-    """Weight [d, 2d] on two inputs side by side, without concatenating them."""
+    """Weight [d, n d] on n inputs side by side, without concatenating them."""
 
-    def __init__(self, size: int, config: TransformerConfig):
-        super().__init__(2 * size, size, config)
+    def __init__(self, size: int, config: TransformerConfig, inputs: int = 2):
+        super().__init__(inputs * size, size, config)
+        self.inputs = inputs
 
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:  # type: ignore[override]
-        left, right = self.weight.chunk(2, dim=1)
-        return F.linear(first, left) + F.linear(second, right)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        first, *others = (F.linear(x, part) for x, part in zip(inputs, self.weight.chunk(self.inputs, dim=1), strict=True))
+        return sum(others, first)
 
 
 class Embedding(VocabParallelEmbedding):

@@ -6,12 +6,15 @@ The "rope" part keeps the release's name and is never rotated: its key is one ve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from k3.builder import Builder
 from k3.config import K3Config
 from k3.context import Context
+from kernels.attention.ahead import attention_ahead
 from parallel.cards import DType
 from parallel.context import gather_past
 from parallel.tensor import enter
@@ -54,6 +57,14 @@ class MLA(nn.Module):
         self.register_buffer("max_logits", logits, persistent=False)
 
     def forward(self, x_TBd: Tensor, context: Context) -> Tensor:
+        return self.unrolled(x_TBd, context)[0]
+
+    def unrolled(self, x_TBd: Tensor, context: Context, *earlier: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and this pass's compressed latents [T, B, kv_lora_rank + rope].
+
+        earlier: those of the passes before it, where a draft runs on its own outputs: position t of a later pass stands for a
+        token behind t, and sees the first pass up to t, and of every later one, its own included, position t alone.
+        """
         entered = enter(x_TBd, self.world) if self.direct_query or self.output_gate else x_TBd
         if self.direct_query:
             query = self.q_proj(entered)
@@ -62,7 +73,9 @@ class MLA(nn.Module):
         latent, shared = self.kv_a_proj_with_mqa(x_TBd).split(self.widths, dim=-1)
         # the shared key enters with the latent: its gradient is the sum over the heads of all tensor ranks
         compressed = enter(torch.cat([self.kv_a_layernorm(latent), shared], dim=-1), self.world)
-        if context.past is None:
+        if earlier:
+            out_TBP = self._attend_ahead(query, (*earlier, compressed), context)
+        elif context.past is None:
             out_TBP = self._attend(query, compressed, context)
         else:
             out_TBP = context.past.mla(self, query, compressed)
@@ -70,22 +83,42 @@ class MLA(nn.Module):
             math = torch.float64 if out_TBP.dtype == torch.float64 else torch.float32
             gate = torch.sigmoid(self.g_proj(entered).to(math))
             out_TBP = (out_TBP.to(math) * gate).to(x_TBd.dtype)
-        return self.o_proj(out_TBP)
+        return self.o_proj(out_TBP), compressed
 
     def _attend(self, query: Tensor, compressed: Tensor, context: Context) -> Tensor:
         """query [T, B, H N], compressed [T, B, kv_lora_rank + rope] -> [T, B, H V], over whole rows or stretches of them."""
         t, b, _ = query.shape
-        latent, shared = gather_past(compressed, self.world).split(self.widths, dim=-1)
-        past = latent.shape[0]
-        kv = self.kv_b_proj(latent).view(past, b, self.heads, self.nope + self.value)
-        key, value = kv.split([self.nope, self.value], dim=-1)
-        key = torch.cat([key, shared.unsqueeze(2).expand(past, b, self.heads, self.rope)], dim=-1)
+        key, value = self._keys_values(gather_past(compressed, self.world))
         out_BTHV, max_logits = self.core_attention(
             query.view(t, b, self.heads, self.key).transpose(0, 1),
             key.transpose(0, 1),
             value.transpose(0, 1),
             document_starts=context.past_starts,
         )
+        return self._seen(out_BTHV, max_logits)
+
+    def _attend_ahead(self, query: Tensor, passes: Sequence[Tensor], context: Context) -> Tensor:
+        """As `_attend`, of a pass that follows others."""
+        t, b, _ = query.shape
+        q = query.view(t, b, self.heads, self.key).transpose(0, 1)
+        key, value = (x.transpose(0, 1) for x in self._keys_values(gather_past(passes[0], self.world)))
+        own = [[x.transpose(0, 1) for x in self._keys_values(latents)] for latents in passes[1:]]
+        keys, values = zip(*own)
+        starts = context.past_starts
+        out = attention_ahead(q, key, value, keys, values, scale=self.key**-0.5, document_starts=starts)
+        return self._seen(*out)
+
+    def _keys_values(self, compressed: Tensor) -> tuple[Tensor, Tensor]:
+        """compressed [T, B, kv_lora_rank + rope] -> [T, B, H, N], [T, B, H, V]."""
+        latent, shared = compressed.split(self.widths, dim=-1)
+        t, b, _ = latent.shape
+        kv = self.kv_b_proj(latent).view(t, b, self.heads, self.nope + self.value)
+        key, value = kv.split([self.nope, self.value], dim=-1)
+        return torch.cat([key, shared.unsqueeze(2).expand(t, b, self.heads, self.rope)], dim=-1), value
+
+    def _seen(self, out_BTHV: Tensor, max_logits: Tensor) -> Tensor:
+        """[T, B, H V]; the largest logits are kept where they are of training."""
+        b, t = out_BTHV.shape[:2]
         if self.training and torch.is_grad_enabled():
             # a maximum, so that recomputation and micro-batching change nothing
             torch.maximum(self.max_logits, max_logits.to(self.max_logits.dtype), out=self.max_logits)

@@ -17,6 +17,7 @@ from k3.activations import ActivationConfig
 from k3.builder import Builder
 from k3.config import ConfigError, K3Config, Residual
 from k3.context import Context
+from k3.draft import losses as draft_losses
 from k3.head import losses_by_piece, scores
 from k3.layer import Layer, MTPLayer
 from k3.linear import Embedding, RMSNorm
@@ -83,6 +84,7 @@ class Stage(MegatronModule):
         padding: Tensor | None = None,
         share: float = 1.0,
         score: bool = False,
+        draft: bool = False,
     ) -> Tensor:
         """tokens [B, T] int64 -> logits [B, T, V], or with labels losses [1 + M, B, T / context ranks], zero where not counted;
         on all stages but the last, what goes to the next one, [(n + 1) T, B, d].
@@ -91,6 +93,9 @@ class Stage(MegatronModule):
 
         score: with labels, [2, B, T] on every rank instead: each label's loss and 1 where it was the likeliest token, else 0. No
         gradient, no mask, no MTP layers, any T; of the logits never more at once than `activations.head_chunk` tokens'.
+
+        draft: with labels and a loss_mask of 1 + S rows, [2 S, B, T] instead: the MTP layer's acceptance losses as a draft,
+        unrolled S steps, and where it agrees with the model (k3/draft.py). The model itself gets no gradient.
 
         Every rank is given the same whole rows; losses are those of a context rank's own stretch of tokens.
         document_starts bool [B, T], true at each document's first token (None: one document a row).
@@ -103,16 +108,20 @@ class Stage(MegatronModule):
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             raise ValueError(f"tokens is {tokens.dtype} of shape {tuple(tokens.shape)}; give int64 [rows, at least one token]")
         b, t = tokens.shape
-        self._check(tokens, labels, loss_mask, score)
+        self._check(tokens, labels, loss_mask, score, draft)
         scored, labels = (labels, None) if score else (None, labels)
         starts = documents.resolve(document_starts, b, t, continues=False, device=tokens.device)
         if labels is None:
             short = -t % (self._ranks * self.grid)
             tokens, starts = (F.pad(x, (0, short)) for x in (tokens, starts))  # later tokens change nothing
         context = self._context(starts, padding, share)
-        rows = self._enter(tokens)
-        for layer in self.layers.values():
-            rows = layer(rows, context)
+        if draft:
+            assert labels is not None and loss_mask is not None
+            with torch.no_grad():
+                rows = self._backbone(tokens, context)
+                state = self.output_residual(rows)
+            return draft_losses(self, state, rows.bank, labels, loss_mask, context)
+        rows = self._backbone(tokens, context)
         if not self.is_last:
             return self.rows.send(self.number, rows.prefix, rows.bank)
         state = self.output_residual(rows)
@@ -130,10 +139,17 @@ class Stage(MegatronModule):
         losses = [self._losses(self.norm, state, labels, loss_mask[0])]
         for m, layer in enumerate(self.mtp if depth else ()):
             assert isinstance(layer, MTPLayer)
+            state = layer.read(state, rows.bank)
             # position t reads the embedding of token t + m + 1 and predicts token t + m + 2
             state = layer(state, self.embedding(self._own(_ahead(labels, m))), context)
             losses.append(self._losses(layer.norm, state, _ahead(labels, m + 1), loss_mask[m + 1]))
         return torch.stack(losses)
+
+    def _backbone(self, tokens: Tensor, context: Context) -> Rows:
+        rows = self._enter(tokens)
+        for layer in self.layers.values():
+            rows = layer(rows, context)
+        return rows
 
     def _enter(self, tokens: Tensor) -> Rows:
         if self.is_first:
@@ -180,7 +196,9 @@ class Stage(MegatronModule):
     def _score(self, norm: RMSNorm, state: Tensor, labels_TB: Tensor, mask_TB: Tensor) -> Tensor:
         return cross_entropy(self._logits(norm, state), labels_TB, mask_TB, self.world.groups.tp)
 
-    def _check(self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None, score: bool) -> None:
+    def _check(self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None, score: bool, draft: bool) -> None:
+        if draft:
+            self._check_draft(labels, loss_mask)
         if score and (labels is None or loss_mask is not None):
             raise ValueError("score: needs labels, and takes no loss_mask: it scores every position")
         vocabulary = self.k3.vocab_size
@@ -201,9 +219,17 @@ class Stage(MegatronModule):
         if labels is not None and own % self.grid:
             b, t = tokens.shape
             raise ValueError(f"{b} rows of {t} tokens are {own} a rank; the low precision takes multiples of {self.grid}")
-        horizon = 1 + self.k3.mtp_layers
+        horizon = 1 + self.k3.mtp_layers if not draft or loss_mask is None else loss_mask.shape[0]
         if loss_mask is not None and (loss_mask.shape[1:] != tokens.shape or loss_mask.shape[0] not in (1, horizon)):
             raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; give {(horizon, *tokens.shape)}, one row a target")
+
+    def _check_draft(self, labels: Tensor | None, loss_mask: Tensor | None) -> None:
+        if labels is None or loss_mask is None or loss_mask.shape[0] < 2:
+            raise ValueError("draft: needs labels, and a loss_mask of at least two rows: one more than steps")
+        if not (self.is_first and self.is_last and self.k3.mtp_layers):
+            raise ValueError("draft: needs the whole model on a rank, and an MTP layer")
+        if self.world.groups.cp.size() > 1:
+            raise ValueError("draft: context ranks hold the model's distributions of later tokens elsewhere; give parallel.cp=1")
 
 
 def default_loss_mask(document_starts: Tensor, horizon: int) -> Tensor:

@@ -213,7 +213,7 @@ class CardTable(Mapping[str, Card]):
         return self._tensors[name]
 
     def trained(self) -> Iterator[tuple[Card, torch.nn.Parameter]]:
-        """(card, parameter) of everything that gradients train, in the model's order."""
+        """(card, parameter) of everything that gradients train, in the model's order: not what is frozen (`requires_grad`)."""
         for name, card in self._cards.items():
-            if card.optimizer is not Optimizer.BALANCE:
+            if card.optimizer is not Optimizer.BALANCE and self._tensors[name].requires_grad:
                 yield card, cast("torch.nn.Parameter", self._tensors[name])

@@ -45,10 +45,12 @@ def assemble(
     qat: QatConfig | None = None,
     prepare: Callable[[k3.Model], None] = lambda model: None,
     weights: Callable[[k3.Model], None] | None = None,
+    trains: Callable[[str], bool] | None = None,
 ) -> Parts:
     """This rank's share of a run of `steps` steps; parameters are drawn from `seed`, or all set by `weights`.
 
-    `prepare` may change them then: the optimizer's masters are taken from what it leaves.
+    `prepare` may change them then: the optimizer's masters are taken from what it leaves. `trains` names the
+    parameters that are trained; None: all.
     """
     built = k3.build(
         model, world, dtype=dtype, seed=seed, activations=activations, low_precision=low_precision, qat=qat,
@@ -57,6 +59,8 @@ def assemble(
     if weights is not None:
         weights(built)
     prepare(built)
+    if trains is not None:
+        k3.freeze(built, lambda card: trains(card.name))
     cards = k3.cards(built)
     wrapped = parallel.wrap(built, cards, world)
     optimizer = optim.build(

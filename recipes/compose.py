@@ -231,6 +231,8 @@ def _begin(cfg: Config, words: Sequence[Override], after: K3Config | None) -> No
         for word in words:
             if word.key_or_group.startswith("model."):
                 _set(cfg, word.key_or_group, value[word.key_or_group])
+    if cfg.phase == "draft" and not any(word.key_or_group == "model.draft" for word in words):
+        cfg.model.draft = True
     opened.check(cfg.model)
     if cfg.data.tokenizer == "train" and not any(word.key_or_group == "data.tokenizer" for word in words):
         theirs = tokenizer_beside(Path(cfg.run.init))

@@ -146,6 +146,11 @@ class SftConfig:
 
 
 @dataclass
+class DraftConfig:
+    steps: int = 7  # that the MTP layer is unrolled on its own outputs
+
+
+@dataclass
 class SubmitConfig:
     dry_run: bool = False  # print the script, write and submit nothing
     name: str | None = None  # of the job; null: that of the run folder
@@ -170,6 +175,7 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -193,6 +199,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "sft": ("recipe", *TRAINING, "tasks", "rewards", "exam", "sft"),
     "rl": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl"),
     "distill": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl", "distill"),
+    "draft": ("recipe", *TRAINING, "draft"),
     "submit": ("recipe", *TRAINING, *SUBMITTING),
     "eval": ("model", "data", "parallel", "activations", "precision", "qat", "tasks", "rewards", "exam", "recall", "run", "eval"),
     "prove": ("phase", "recipe", "model", "optim", "parallel", "activations", "qat", "prove"),

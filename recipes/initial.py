@@ -9,8 +9,10 @@ import torch
 
 import k3
 from k3 import hf
+from k3.cards import describe
 from k3.config import K3Config
 from k3.hf.live import Live
+from k3.init import draw
 from optim.optimizer import Optimizer
 from parallel.checkpoint import CheckpointError
 from parallel.checkpoint_folder import damages, unloadable
@@ -54,13 +56,18 @@ class Initial:
 
     @torch.no_grad()
     def weights(self, model: k3.Model) -> None:
-        """Sets this rank's parameters and router biases, reading no other's."""
-        live = Live(model)
+        """Sets this rank's parameters and router biases, reading no other's. A draft's matrix, where there is none, is as it
+        begins: then the draft is the MTP layer.
+        """
+        live, table = Live(model), k3.cards(model)
+        added = set(table) - set(describe(self._source.config))
+        draw(table, seed=0, std=model.k3.init_std, world=model.world, only=added)
         if isinstance(self._source, hf.Stored):
             self._source.into(live)
             return
-        table = k3.cards(model)
         for name in table:
+            if name in added:
+                continue
             region = live.region(name)
             assert region is not None
             table.tensor(name).copy_(self._source.read(name, region))
@@ -74,7 +81,7 @@ class Initial:
         for box in optimizer.boxes():
             name = box.name.removesuffix(".master")
             better = [key for key in (f"optimizer.{box.name}", f"{WEIGHTS}.{name}") if key in tensors]
-            if name == box.name or tensors.dtype(better[0]) == torch.bfloat16:
+            if name == box.name or not better or tensors.dtype(better[0]) == torch.bfloat16:
                 continue
             region = [(first, first + size) for first, size in zip(box.offset, box.tensor.shape)]
             box.tensor.copy_(tensors.read(better[0], region))

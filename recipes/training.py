@@ -35,7 +35,7 @@ from recipes.dashboard import wanted_mode
 from recipes.errors import UserError
 from recipes.initial import Initial, initial
 from recipes.interrupts import Interrupts
-from recipes.phases import open_phase
+from recipes.phases import TRAINS, open_phase
 from recipes.precision import low_precision
 from recipes.run_folder import RunFolder, cut_metrics, open_run
 from recipes.summary import sizes
@@ -157,6 +157,7 @@ def build(cfg: Config, world: World, weights: Initial | None = None) -> Parts:
         low_precision=low_precision(cfg.precision.name),
         qat=cfg.qat,
         weights=weights.weights if weights else None,
+        trains=TRAINS.get(cfg.phase),
     )
     if weights:
         weights.masters(parts.optimizer)

@@ -51,12 +51,16 @@ class SlotsPast:
     """The past of rows 0..R-1 of `slots`, which the `tokens` new ones of each move on.
 
     valid: how many of a row's new tokens are real, the rest is padding behind them; None: all of them.
+    first: the places of the first new tokens; None: behind those that the rows have.
     """
 
-    def __init__(self, slots: Slots, derived: Derived, rows: int, tokens: int, valid: Sequence[int] | None = None):
+    def __init__(
+        self, slots: Slots, derived: Derived, rows: int, tokens: int, valid: Sequence[int] | None = None,
+        first: Sequence[int] | None = None,
+    ):  # fmt: skip
         self.slots, self.derived, self.rows, self.tokens = slots, derived, rows, tokens
         device = slots.shapes.device
-        length = slots.length[:rows]
+        length = slots.length[:rows] if first is None else first
         ragged = valid is not None and any(v != tokens for v in valid)
         self.valid = torch.tensor(valid, device=device) if ragged else None
         last = max(length) + tokens
@@ -111,9 +115,12 @@ class SlotsPast:
         shared_q = q[..., layer.nope :] * layer.key**-0.5
         q = torch.cat([latent_q, shared_q], -1).view(r, t, layer.heads, -1)
         seen = [page[:r] for page in pages[: self.pages]]
-        read = latent_attention(q, seen, self.hidden, layer.widths[0]).view(r * t, layer.heads, -1)
+        read = self._read(q, seen, layer.widths[0]).view(r * t, layer.heads, -1)
         out = torch.bmm(read.transpose(0, 1), value).transpose(0, 1)
         return out.reshape(r * t, 1, -1).to(query.dtype)
+
+    def _read(self, q: Tensor, seen: Sequence[Tensor], width: int) -> Tensor:
+        return latent_attention(q, seen, self.hidden, width)
 
     def advance(self, counts: Sequence[int]) -> None:
         """After the pass through all layers: row i has `counts[i]` tokens more."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class Prefixes:
         self._touch(keys[: len(found)])
         last = found[-1].state
         latents = torch.cat([node.state.latents for node in found], 1)
-        return State(last.length, last.recurrent, last.inputs, latents), found[-1].logits if len(found) == len(keys) else None
+        return replace(last, latents=latents), found[-1].logits if len(found) == len(keys) else None
 
     def put(self, keys: Sequence[bytes], node: Node) -> None:
         """Adds the node of the prefix that ends in keys[-1]."""

@@ -26,27 +26,33 @@ class State:
     length: int
     recurrent: Tensor  # [A, H, K, V]
     inputs: Tensor  # [A, W-1, 3P]: the last ones of the convolutions of q, k and v
-    latents: Tensor  # [M, length, D]
+    latents: Tensor  # [M, length, D], where there is a draft its own last
+    feature: Tensor | None = None  # [d]: what a draft reads of the last token; None: there was none
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.recurrent, self.inputs, self.latents))
+        return sum(t.numel() * t.element_size() for t in self.to_tensors().values())
 
     def to_tensors(self) -> dict[str, Tensor]:
-        return {"recurrent": self.recurrent, "inputs": self.inputs, "latents": self.latents}
+        found = {"recurrent": self.recurrent, "inputs": self.inputs, "latents": self.latents}
+        return found if self.feature is None else found | {"feature": self.feature}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> State:
-        return cls(tensors["latents"].shape[1], tensors["recurrent"], tensors["inputs"], tensors["latents"])
+        latents, feature = tensors["latents"], tensors.get("feature")
+        return cls(latents.shape[1], tensors["recurrent"], tensors["inputs"], latents, feature)
 
 
 class Shapes:
-    """The layers of a stage that keep something, and what."""
+    """The layers of a stage that keep something, and what. draft: the tokens that its MTP layer proposes at a time."""
 
-    def __init__(self, stage: Stage):
+    def __init__(self, stage: Stage, draft: int = 0):
         layers: list[nn.Module] = [layer.attention for layer in stage.layers.values()]  # type: ignore[misc]
         self.kda = [m for m in layers if isinstance(m, KDA)]
         self.mla = [m for m in layers if isinstance(m, MLA)]
+        if draft:
+            self.mla.append(stage.mtp[0].attention)  # type: ignore[arg-type]
+        self.draft, self.hidden = draft, stage.k3.hidden_size
         self.index = {m: i for same in (self.kda, self.mla) for i, m in enumerate(same)}
         c = stage.k3
         dtype = stage.embedding.weight.dtype
@@ -63,6 +69,7 @@ class Shapes:
             torch.zeros(len(self.kda), self.heads, self.head_dim, self.head_dim, dtype=self.math, **new),
             torch.zeros(len(self.kda), self.taps - 1, self.channels, dtype=self.dtype, **new),
             torch.zeros(len(self.mla), 0, self.latent, dtype=self.dtype, **new),
+            torch.zeros(self.hidden, dtype=self.dtype, **new) if self.draft else None,
         )
 
 
@@ -80,6 +87,9 @@ class Slots:
         ]
         self.inputs = [torch.zeros(s.taps - 1, rows, s.channels, dtype=s.dtype, device=s.device) for _ in range(len(s.kda))]
         self.latents = self._pages(1)
+        # of a draft, for the tokens that it has not followed yet, what it reads with each: of the token before
+        self.features = torch.zeros(rows, s.draft + 1, s.hidden if s.draft else 0, dtype=s.dtype, device=s.device)
+        self.behind = [1] * rows  # how many these are
         self.length = [0] * rows
 
     def _pages(self, count: int) -> list[Tensor]:
@@ -99,9 +109,14 @@ class Slots:
         for i in range(len(self.recurrent)):
             self.recurrent[i][row] = state.recurrent[i]
             self.inputs[i][:, row] = state.inputs[i]
+        if self.shapes.draft:  # a state from an engine without one: the draft guesses worse, and nothing else changes
+            self.features[row, 0] = 0 if state.feature is None else state.feature
+        self.behind[row] = 1
         for i, pages in enumerate(self.latents):
             here = pages[:, row]
             here.zero_()
+            if i >= len(state.latents):
+                continue
             full, rest = divmod(state.length, PAGE)
             here[:full] = state.latents[i, : full * PAGE].unflatten(0, (full, PAGE))
             if rest:
@@ -122,6 +137,7 @@ class Slots:
             torch.stack(recurrent) if recurrent else empty.recurrent,
             torch.stack(inputs) if inputs else empty.inputs,
             torch.stack(latents) if latents else torch.zeros(0, length - first, s.latent, dtype=s.dtype, device=s.device),
+            self.features[row, self.behind[row] - 1].clone() if s.draft else None,
         )
 
     def move(self, source: int, target: int) -> None:
@@ -131,4 +147,6 @@ class Slots:
             x[:, target] = x[:, source]
         for x in self.latents:
             x[:, target] = x[:, source]
+        self.features[target] = self.features[source]
+        self.behind[target] = self.behind[source]
         self.length[target] = self.length[source]

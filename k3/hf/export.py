@@ -47,7 +47,7 @@ class Options:
 def export(source: Source, config: K3Config, path: Path, options: Options, origin: Origin | None, world: World | None) -> None:
     """Every rank of `world` calls it; rank 0 writes. What fails there is raised on every rank, and nothing is left behind."""
     if not options.mtp:
-        config = replace(config, mtp_layers=0)
+        config = replace(config, mtp_layers=0, draft=False)
     todo = list(pieces(describe(config).values()))
     job: _Job | None = None
 

@@ -41,7 +41,7 @@ class Stored:
         check_quantization(path, self.folder.config)
         prefix = published_prefix(config)
         if config.mtp_layers and not any(name.startswith(f"{prefix}mtp.") for name in self.folder.entries):
-            config.mtp_layers = 0  # an export may leave the MTP layers out
+            config.mtp_layers, config.draft = 0, False  # an export may leave the MTP layers out
         self.cards = describe(config)
         self.pieces = list(pieces(self.cards.values()))
         _check(self.folder, self.pieces, prefix)

@@ -6,7 +6,7 @@ A phase is a class `Phase(cfg, world)` in a file of its own here; recipes/traini
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -24,7 +24,10 @@ PHASES: Mapping[str, str] = {
     "sft": "fine-tune on conversations, the answers alone counted",
     "rl": "reinforce what earns rewards that a program can check",
     "distill": "teach one model on its own answers what several experts would have said",
+    "draft": "make the MTP layer propose what the frozen model says, for speculative decoding",
 }
+# phase -> the parameters that it trains, by name; the others keep their bits. Not named: all
+TRAINS: Mapping[str, Callable[[str], bool]] = {"draft": lambda name: name.startswith("mtp.")}
 
 
 class Phase(Protocol):

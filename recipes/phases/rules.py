@@ -11,7 +11,7 @@ from recipes.errors import shown
 from recipes.phases import PHASES
 from recipes.rl import config as rl
 
-TEXT = ("pretrain", "extend", "eval")  # jobs that read documents
+TEXT = ("pretrain", "extend", "draft", "eval")  # jobs that read documents
 ANSWERING = ("sft", "rl", "distill", "eval")  # those that ask for answers to tasks
 SAMPLING = ("rl", "distill")  # those that learn from their own
 
@@ -46,6 +46,8 @@ def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
         yield from _generation(cfg, job)
     if job == "rl" and cfg.rl.effort is not rl.Effort.none and cfg.data.chat.mode is ChatMode.instruct:
         yield "rl.effort", cfg.rl.effort, NO_THOUGHT
+    if job == "draft" or (job == "prove" and cfg.phase == "draft"):
+        yield from _draft(cfg)
     if job == "distill":
         yield from _distillation(cfg)
 
@@ -91,6 +93,19 @@ def _distillation(cfg: Config) -> Iterator[tuple[str, object, str]]:
             cfg.distill.teachers,
             f"there are no tasks of {', '.join(idle)}; add them to tasks.generators={shown(domains)}, or leave their experts out",
         )
+
+
+def _draft(cfg: Config) -> Iterator[tuple[str, object, str]]:
+    if cfg.draft.steps < 1:
+        yield "draft.steps", cfg.draft.steps, "must be at least 1"
+    if not cfg.model.mtp_layers:
+        yield "model.mtp_layers", 0, "the model has no MTP layer to make a draft of; begin with one that was pretrained with it"
+    if cfg.data.seq_length < 2 + cfg.draft.steps:
+        yield "data.seq_length", cfg.data.seq_length, f"must be at least 2 + draft.steps = {2 + cfg.draft.steps}"
+    if cfg.parallel.pp > 1:
+        yield "parallel.pp", cfg.parallel.pp, "the frozen model has no backward pass for a pipeline to run; give 1"
+    if cfg.parallel.cp > 1:
+        yield "parallel.cp", cfg.parallel.cp, "what the model says of later tokens lies on other context ranks; give 1"
 
 
 def _not_in(*phases: str) -> Callable[[Config], bool]:
@@ -170,3 +185,5 @@ IDLE: list[Rule] = [
         "data.",
     ),
 ]
+    if job == "draft" or (job == "prove" and cfg.phase == "draft"):
+        yield from _draft(cfg)

@@ -44,7 +44,7 @@ class Batches:
 
     def _in_phase(self, batch: Batch, said: Tensor) -> Batch:
         """said [2, B, T]: normal numbers, which decide what counts and what is said of it."""
-        if self.phase in ("pretrain", "extend"):
+        if self.phase in ("pretrain", "extend", "draft"):
             return batch
         answers = batch.tokens % 4 > 0  # three quarters of the targets, by what is drawn anyway
         mask = batch.loss_mask & answers

@@ -128,7 +128,9 @@ def miscounted(trace: Trace, who: str) -> Iterator[str]:
     """Complaints where a balancer's loads are not the tokens that its router sent, each once, padding excluded."""
     for router, loads in trace.loads.items():
         for step, load in enumerate(loads):
-            sent = trace.chosen[router][step][trace.counted[step]].long().flatten().bincount(minlength=load.numel())
+            chosen, counted = trace.chosen[router][step], trace.counted[step]
+            counted = counted.repeat_interleave(len(chosen) // len(counted), 0)  # a draft routes every token several times
+            sent = chosen[counted].long().flatten().bincount(minlength=load.numel())
             if not torch.equal(sent, load):
                 expert = int((sent != load).nonzero()[0])
                 yield (

@@ -13,7 +13,7 @@ from parallel.cards import Card
 
 # Standard deviation of what is added to a first value, by the rule that drew it: enough to be seen, and little enough that
 # rounding is not amplified from layer to layer (sharp residual mixes do).
-SPREAD = {"normal": 0.0, "conv": 0.0, "dt_bias": 0.5, "ones": 0.2, "zeros": 0.1}
+SPREAD = {"last": 0.02, "normal": 0.0, "conv": 0.0, "dt_bias": 0.5, "ones": 0.2, "zeros": 0.1}
 ROUTER_BIAS = 0.01  # uneven loads, and tokens for every expert
 
 

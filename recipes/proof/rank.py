@@ -21,6 +21,8 @@ from parallel.traffic import Traffic
 from parallel.world import World
 from recipes.assemble import Parts, assemble
 from recipes.config import Config, ProofDType
+from recipes.phases import TRAINS
+from recipes.phases.draft import DraftObjective
 from recipes.proof import gather
 from recipes.proof.batches import Batches
 from recipes.proof.randomise import randomise
@@ -40,11 +42,15 @@ def on_rank(cfg: Config, traffic: bool = True) -> Trace | None:
     parts = assemble(
         cfg.model, cfg.optim, world, dtype=DTYPES[prove.dtype], seed=prove.seed, steps=prove.steps,
         activations=cfg.activations, qat=cfg.qat, prepare=lambda model: randomise(model, prove.seed),
+        trains=TRAINS.get(cfg.phase),
     )  # fmt: skip
     horizon, objective = parts.objective.horizon, parts.objective
     if cfg.phase in ("rl", "distill"):
         r = cfg.rl
         objective = PolicyObjective((1.0,), world, low=r.low, high=r.high, tau=r.tau, limit=cfg.distill.limit)
+    if cfg.phase == "draft":
+        objective = DraftObjective.of(cfg.draft.steps, world)
+        horizon = objective.horizon
     stream = Batches(prove, cfg.model.vocab_size, horizon, rank=world.data_rank, of=world.data_size, phase=cfg.phase)
     recorder = Recorder(parts, world)
     trainer = Trainer(parts.model, parts.optimizer, stream, objective, callbacks=[recorder])
