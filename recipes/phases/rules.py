@@ -185,5 +185,3 @@ IDLE: list[Rule] = [
         "data.",
     ),
 ]
-    if job == "draft" or (job == "prove" and cfg.phase == "draft"):
-        yield from _draft(cfg)
