@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -59,7 +61,7 @@ def test_every_sampled_token_is_a_counted_label_once(made: list[Sampled], length
     for b in range(len(rows)):
         edges = [*np.flatnonzero(batch.document_starts[b]).tolist(), length]
         assert edges[0] == 0
-        for first, end in zip(edges, edges[1:]):
+        for first, end in pairwise(edges):
             if padding[b, first]:
                 assert padding[b, first:end].all() and not mask[b, first:end].any()
                 continue

@@ -21,7 +21,7 @@ B, T, V = 3, 7, 11
 def batch_of(seed: int = 0, taught: bool = False) -> tuple[Tensor, PolicyBatch]:
     """(logits [B, T, V] of a policy, a batch whose ratios lie on both sides of both clips)."""
     draw = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64)  # noqa: E731
+    normal = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64)
     logits = normal(B, T, V)
     labels = torch.randint(V, (B, T), generator=draw)
     mask = torch.rand(1, B, T, generator=draw) < 0.7
