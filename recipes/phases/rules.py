@@ -87,11 +87,7 @@ def _distillation(cfg: Config) -> Iterator[tuple[str, object, str]]:
         yield (
             "distill.teachers",
             cfg.distill.teachers,
-<<<<<<< HEAD
             f"no expert is for {', '.join(without)}, of which there are tasks; give one each, or leave those tasks out",
-=======
-            f"no expert is for {', '.join(without)}, of which there are tasks; give one each, or fewer tasks.generators",
->>>>>>> wt-phases
         )
     if cfg.tasks.folder is None and (idle := [domain for domain in taught if domain not in domains]):
         yield (
