@@ -20,9 +20,10 @@ from optim.config import OptimizerName, RouterOptimizer, ScheduleName
 from parallel.config import ParallelConfig, ParallelError, check_sizes, data_parallel_size, world_size
 from parallel.stages import group_size
 from recipes import precision, processes
+from recipes.coming import tokenizer_beside
 from recipes.config import Config, Device, WandbConfig
 from recipes.errors import UserError, shown
-from recipes.phases.rules import ANSWERING
+from recipes.phases.rules import ANSWERING, SAMPLING
 from recipes.phases.rules import refusals as phase_refusals
 from recipes.rewards.config import validate as validate_rewards
 
@@ -85,12 +86,10 @@ def check_fit(cfg: Config) -> None:
 def misfits(cfg: Config, layout: ParallelConfig) -> Iterator[str]:
     """Why the model and the batch do not fit `layout`, which has its `dp`, a line each."""
     of = layout.dp or 1
-    for rule in (
-        lambda: check_sizes(layout),
-        lambda: check_layout(cfg.model, layout, length=cfg.data.seq_length),
-        lambda: validate_data(cfg.data, of=of),
-        lambda: _check_groups(cfg, layout),
-    ):
+    rules = [lambda: check_sizes(layout), lambda: check_layout(cfg.model, layout, length=cfg.data.seq_length)]
+    if cfg.phase not in (*SAMPLING, "eval"):  # whose rows are as many as they come
+        rules += [lambda: validate_data(cfg.data, of=of), lambda: _check_groups(cfg, layout)]
+    for rule in rules:
         try:
             rule()
         except (ParallelError, DataError) as error:
@@ -191,7 +190,11 @@ def _data(cfg: Config) -> Iterator[Refusal]:
         yield "data.seq_length", d.seq_length, f"must be at least {least}: the last of {least - 1} predictions needs a target"
     if d.corpus != "stdlib" and not Path(d.corpus).exists():
         yield "data.corpus", d.corpus, "no such folder or file; give a folder of text, a .jsonl file, or stdlib"
-    if d.tokenizer != "train" and not Path(d.tokenizer).is_file():
+    # a chain's later run: what it begins with is yet to come, and its tokenizer with it
+    coming = (
+        cfg.run.init is not None and not Path(cfg.run.init).exists() and Path(d.tokenizer) == tokenizer_beside(Path(cfg.run.init))
+    )
+    if d.tokenizer != "train" and not coming and not Path(d.tokenizer).is_file():
         yield "data.tokenizer", d.tokenizer, "no such file; give a tokenizer.json, or train"
 
 

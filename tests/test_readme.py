@@ -30,13 +30,15 @@ def test_make_targets_exist(command: str) -> None:
     subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS + INLINE if set(c.split()[1:2]) & {*PHASES, "eval"} and ("pretrain" in c or "=" in c)])
+TRAINING = [c for c in COMMANDS + INLINE if set(c.split()[1:2]) & {*PHASES, "eval"} and ("pretrain" in c or "=" in c)]
+
+
+@pytest.mark.parametrize("command", TRAINING)
 def test_commands_that_train_are_taken(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     verb, *words = shlex.split(command)[1:]
     if "/path/to" in command or "runs/NAME" in command:  # the reader's own paths: the key must exist
         assert all(cli.main([verb, word, "--cfg", "job"]) in (0, 2) for word in words)
-        said = capsys.readouterr().err
-        assert not re.search("there is no key|does not read|no such", said.replace("no such folder", "").replace("no such file", ""))
+        assert not re.search("there is no key|does not read", capsys.readouterr().err)
     elif any(word.startswith("--") for word in words):
         assert cli.main([verb, *words]) == 0
     else:

@@ -164,7 +164,6 @@ def test_a_run_is_continued_by_its_own_verb(verb: str, pretrained: Path) -> None
         compose([f"run.resume={folder}"], verb)
 
 
-@pytest.mark.xfail(reason="recipes/validate.py asks for the tokenizer of a run that is yet to come", strict=False)
 def test_a_chain_of_all_phases(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = [
         *("chain=[pretrain,extend,sft,rl,distill]", "cluster=cpu", "submit.dry_run=true", "model=tiny", "run.steps=4"),
