@@ -124,7 +124,8 @@ class VerifyPast(SlotsPast):
     def advance(self, counts: Sequence[int]) -> None:
         """Of row i the first `counts[i]` new tokens stay."""
         n, device = len(counts), self.slots.shapes.device
-        last, row = torch.tensor(counts, device=device) - 1, torch.arange(n, device=device)
+        last = torch.tensor(counts, dtype=torch.int64, device=device) - 1
+        row = torch.arange(n, device=device)
         for i, kept in self.after.items():
             states, inputs = zip(*kept)
             self.slots.recurrent[i][:n] = torch.stack(states)[last, row]
