@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from data.batch import Batch, collate
 from data.config import SHORTEST_RECALL, DataConfig
@@ -46,5 +45,7 @@ def recall(
 
 def _batch(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
     tokens, answers = (np.stack(column) for column in zip(*rows))
+    import torch
+
     batch = collate(tokens, np.zeros(tokens.shape, dtype=bool), horizon=1)
     return replace(batch, loss_mask=batch.loss_mask & torch.from_numpy(answers[None, :, 1:]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from data import chat
 from data.config import ChatMode
@@ -13,6 +13,7 @@ from recipes.rewards.judge import Completion, Judge, Verdict
 from recipes.rl.config import Effort
 
 EVERY = "*"  # all domains
+MALFORMED = "malformed"  # the problem of an answer that is no message of the template, beside the judge's KINDS
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,18 @@ class Dialogue:
         return chat.Conversation((chat.User(task.prompt), chat.Assistant(think=think, response=task.answer)))
 
     def judge(self, answers: Sequence[tuple[Task, Sequence[int]]]) -> list[Verdict]:
-        """The worth of sampled tokens, the stop token included. What is no message is worth nothing."""
-        return self.judge_of.score([(task, self._read(tokens)) for task, tokens in answers])
-
-    def _read(self, tokens: Sequence[int]) -> Completion:
-        read = chat.parse_completion(tokens, self.tokenizer, mode=self.mode)
-        return Completion(self.tokenizer.decode(tokens), None if read.error else read.response)
+        """The worth of sampled tokens, the stop token included. What is no message is worth nothing; where the model itself ended
+        it, and it was not cut off, that is told as a problem, too.
+        """
+        read = [chat.parse_completion(tokens, self.tokenizer, mode=self.mode) for _, tokens in answers]
+        verdicts = self.judge_of.score(
+            [
+                (task, Completion(self.tokenizer.decode(tokens), None if one.error else one.response))
+                for (task, tokens), one in zip(answers, read)
+            ]
+        )
+        ended = [bool(tokens) and tokens[-1] in self.stop for _, tokens in answers]
+        return [
+            replace(v, problem=MALFORMED, detail=str(one.error)) if one.error and end and v.problem is None else v
+            for v, one, end in zip(verdicts, read, ended)
+        ]

@@ -50,12 +50,16 @@ def interval(right: Sequence[bool]) -> tuple[float, float]:
 
 
 def gain(before: Sequence[bool], after: Sequence[bool]) -> tuple[float, float, float]:
-    """(the gain of the share, its 95 % interval): the same tasks twice, so that what counts is which answers changed."""
-    changes = [int(b) - int(a) for a, b in zip(before, after)]
-    mean = sum(changes) / len(changes)
-    variance = sum((c - mean) ** 2 for c in changes) / max(1, len(changes) - 1)
-    spread = NORMAL * math.sqrt(variance / len(changes))
-    return mean, mean - spread, mean + spread
+    """(the gain of the share, its 95 % interval): the same tasks twice, so that what counts is which answers changed.
+
+    The interval is Bonett and Price's: as if one more task had become right and one more wrong, so that few tasks that all
+    changed alike do not count as certain.
+    """
+    n = len(before)
+    better, worse = (sum(b and not a for a, b in pairs) for pairs in (list(zip(before, after)), list(zip(after, before))))
+    p, q = (better + 1) / (n + 2), (worse + 1) / (n + 2)
+    spread = NORMAL * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
+    return (better - worse) / n, max(-1.0, p - q - spread), min(1.0, p - q + spread)
 
 
 class Exam:

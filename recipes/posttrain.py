@@ -20,12 +20,16 @@ from recipes.console import say
 from recipes.errors import UserError, suggestion, word
 
 # tasks of different kinds whose answers are short, are not in the prompt, and come within reach of a small model in minutes
-EXPERTS: dict[str, tuple[str, ...]] = {"arithmetic": ("chain_sum",), "words": ("family_relationships", "leg_counting")}
+EXPERTS: dict[str, tuple[str, ...]] = {"numbers": ("gcd",), "words": ("leg_counting", "family_relationships")}
 PARAMETERS: dict[str, dict[str, int]] = {
-    "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
-    "leg_counting": {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 5},
+    "gcd": {"max_value": 60},
+    "leg_counting": {"min_animals": 1, "max_animals": 1, "max_instances": 15},
+    "family_relationships": {"min_family_size": 3, "max_family_size": 3},
 }
-HELDOUT = 128  # tasks of each generator
+HELDOUT, FRACTION = 128, 0.25  # tasks of each generator that are asked, and the share of all prompts that is held out
+SAMPLING = ("run.steps=30", "run.eval_every=0", "rl.max_new_tokens=20", "exam.max_new_tokens=20", "optim.lr=2e-3")
+TUNING = ("run.steps=180", "run.eval_every=0", "data.batch_size=8", "exam.max_new_tokens=20", "data.heldout_tokens=4096")
+STUDYING = ("rl.prompts=48", "rl.samples=4")
 KEPT = 0.9  # of an expert's gain that its student shall have
 
 
@@ -40,20 +44,24 @@ class Stage:
 def stages(folder: Path) -> list[Stage]:
     """In their order; all with the same tasks, so that what is held out of one is held out of all."""
     every = tuple(name for names in EXPERTS.values() for name in names)
-    experts = [Stage(f"rl-{kind}", "rl", "sft", _tasks(names)) for kind, names in EXPERTS.items()]
+    experts = [
+        Stage(f"rl-{kind}", "rl", "sft", (*_tasks(names), *SAMPLING, f"rl.prompts={16 + 16 * len(names)}"))
+        for kind, names in EXPERTS.items()
+    ]
     teachers = ",".join(f"{name}:{folder / f'rl-{kind}'}" for kind, names in EXPERTS.items() for name in names)
     return [
-        Stage("pretrain", "pretrain", None, ("run.steps=60",)),
-        Stage("extend", "extend", "pretrain", ("run.steps=20",)),
-        Stage("sft", "sft", "extend", (*_tasks(every), "run.steps=300")),
+        Stage("pretrain", "pretrain", None, ("run.steps=60", "run.eval_every=0", "data.heldout_tokens=16384")),
+        Stage("extend", "extend", "pretrain", ("run.steps=20", "run.eval_every=0", "data.heldout_tokens=16384")),
+        Stage("sft", "sft", "extend", (*_tasks(every), *TUNING)),
         *experts,
-        Stage("distill", "distill", "sft", (*_tasks(every), f"distill.teachers=[{teachers}]")),
+        Stage("distill", "distill", "sft", (*_tasks(every), *SAMPLING, f"distill.teachers=[{teachers}]", *STUDYING)),
     ]
 
 
 def _tasks(names: Sequence[str]) -> tuple[str, ...]:
     parameters = [f"tasks.parameters.{name}.{key}={value}" for name in names for key, value in PARAMETERS.get(name, {}).items()]
-    return (f"tasks.generators=[{','.join(names)}]", f"tasks.heldout={HELDOUT * len(names)}", *parameters)
+    held = (f"tasks.heldout={HELDOUT * len(names)}", f"tasks.heldout_fraction={FRACTION}")
+    return (f"tasks.generators=[{','.join(names)}]", *held, *parameters)
 
 
 def run(words: Sequence[str]) -> int:

@@ -94,7 +94,7 @@ def without_effect(cfg: Config, changed: Iterable[str], job: str) -> list[str]:
     """One line for each of the `changed` keys (those whose typed value differs from the default) that `k3 JOB` would not read."""
     steps, guard = cfg.prove.steps if job == "prove" else cfg.run.steps, cfg.optim.guard
     short = steps <= guard.min_steps, f"a run of {steps} steps has no spikes before optim.guard.min_steps={guard.min_steps}"
-    rules = [*IDLE.items(), *RULES.items(), *((f"optim.guard.{key}", (lambda c: short[0], short[1])) for key in SPIKES)]
+    rules = [*IDLE, *RULES.items(), *((f"optim.guard.{key}", (lambda c: short[0], short[1])) for key in SPIKES)]
     lines = []
     for key in changed:
         for place, (idle, why) in rules:

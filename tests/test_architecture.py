@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,12 @@ def test_recipes_are_never_imported_by_relative_path():
 def test_configuration_needs_no_torch(path: str):
     tops = {module.split(".")[0] for module in unguarded(ast.parse((ROOT / path).read_text()).body)}
     assert not tops & {"torch", "megatron"}, f"{path} is read by help and dry runs; import torch where it is used"
+
+
+@pytest.mark.parametrize("module", ["data", "data.tasks", "data.chat", "data.sft", "recipes.rewards.served"])
+def test_data_and_rewards_start_without_torch(module: str):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0, "workers of rewards would load it, too"
 
 
 def test_no_file_is_too_long():

@@ -13,7 +13,13 @@ from parallel import checkpoint, checkpoint_index
 from parallel.checkpoint_tensors import Tensors
 from recipes.run_folder import read_metrics
 
-CLOCK = ("seconds", "tokens_per_second", "train_seconds", "checkpoint/")  # metrics that time runs, and those of the saves
+CLOCK = (
+    "seconds",
+    "tokens_per_second",
+    "train_seconds",
+    "checkpoint/",
+    "rl/seconds",
+)  # metrics that time runs, and those of the saves
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:

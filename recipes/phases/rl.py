@@ -32,7 +32,6 @@ class Phase:
         self.judge = Judge(cfg.rewards, self.tasks.rewards())
         self.dialogue = Dialogue(self.tasks, self.tokenizer, self.judge, cfg.data.chat.mode, self.efforts())
         self.key = f"{self.tasks.fingerprint}-{digest}"
-        self.exam = Exam(self.dialogue, world, self.tasks.heldout(), cfg.exam.max_new_tokens)
 
     def efforts(self) -> dict[str, tuple[Effort, ...]]:
         """What prompts of each domain state of effort."""
@@ -45,6 +44,7 @@ class Phase:
             r, cfg.data, self.world, self.dialogue, self.engine,
             seed=cfg.run.seed, steps=cfg.run.steps, position=position, teach=self.teach(parts),
         )  # fmt: skip
+        self.rollouts.check()
         limit = cfg.distill.limit
         objective = PolicyObjective((1.0,), self.world, low=r.low, high=r.high, tau=r.tau, limit=limit)
         return Trainer(parts.model, parts.optimizer, self.rollouts, objective, keeps=self.rollouts)
@@ -53,7 +53,11 @@ class Phase:
         return None
 
     def measures(self, folder: RunFolder) -> list[Callback]:
-        return [RolloutMetrics(self.rollouts, folder.path), Exams(self.exam, self.engine, folder.path, self.cfg.run.eval_every)]
+        own: list[Callback] = [RolloutMetrics(self.rollouts, folder.path, self.judge)]
+        if self.cfg.exam.enabled is False:
+            return own
+        exam = Exam(self.dialogue, self.world, self.tasks.heldout(), self.cfg.exam.max_new_tokens)
+        return [*own, Exams(exam, self.engine, folder.path, self.cfg.run.eval_every)]
 
     def finale(self, folder: RunFolder) -> list[Callback]:
         return []

@@ -35,7 +35,9 @@ class Phase:
         self.key = self.prepared.key
         self.heldout = sft.chat_heldout(cfg.data, self.prepared)
         self.lines: tuple[str, ...] = ()
-        if cfg.exam.enabled is None and self.dialogue is not None and cfg.parallel.pp > 1:
+        if cfg.exam.enabled is False:
+            self.dialogue = None  # it has made the conversations
+        elif self.dialogue is not None and cfg.parallel.pp > 1:
             self.dialogue = None
             self.lines = ("exam: left out, because pipelines do not generate",)
 

@@ -127,12 +127,28 @@ class Judge:
         count = min(self._cfg.workers, len(items))
         if reward == "tests":
             return list(self._pool.map(lambda item: self._tests(*item), items))
-        served = self._served.setdefault(reward, [])
+        if reward not in self._served:
+            self._served[reward] = [self._loaded(reward)]
+        served = self._served[reward]
         while len(served) < count:
             served.append(self._serve(reward))
             served[-1].start()
         shares = list(self._pool.map(lambda n: [self._ask(served[n], *item) for item in items[n::count]], range(count)))
         return [shares[i % count][i // count] for i in range(len(items))]
+
+    def _loaded(self, reward: str) -> host.Served:
+        """The first of its workers. What cannot even be loaded judges nothing: no training goes on with zeros for that."""
+        served = self._serve(reward)
+        try:
+            failed = served.load()
+        except host.Broken as error:
+            raise UserError(f"rewards: {reward}: its sandbox does not start: {error}") from error
+        if failed is not None:
+            raise UserError(
+                f"rewards: {reward}: cannot be loaded in the sandbox: {failed.problem}: {failed.detail}; mend it, or raise "
+                f"rewards.memory_mb={self._cfg.memory_mb}"
+            )
+        return served
 
     def _serve(self, reward: str) -> host.Served:
         packages = [str(_ROOT / package) for package in _PACKAGES]

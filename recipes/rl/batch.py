@@ -22,7 +22,7 @@ class PolicyBatch(Batch):
     """
 
     behaviour: Tensor  # [B, T] float64: log-probability of the label under the policy that drew it
-    fresh: Tensor  # [B, T] bool: that policy is the one that is trained now, not one of an earlier step
+    fresh: Tensor  # [B, T] bool: that policy is the one that is trained now, from the first token on
     advantage: Tensor | None = None  # [B, T] float64
     teacher: Tensor | None = None  # [B, T] float64: log-probability under the teacher, instead of advantages
 
@@ -79,7 +79,7 @@ def collate(rows: Sequence[Sequence[Sampled]], length: int, fill: int) -> Policy
             starts[b, at], filled[b, at : at + size] = True, True
             drawn = slice(at + len(one.prompt) - 1, at + size)
             counted[b, drawn], behaviour[b, drawn] = True, one.behaviour
-            fresh[b, drawn.start + one.stale : drawn.stop] = True
+            fresh[b, drawn] = not one.stale  # later tokens follow from states that older weights have left
             if one.teacher is not None:
                 teacher[b, drawn] = one.teacher
             else:

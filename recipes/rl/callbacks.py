@@ -5,19 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.callbacks.pictures import blank
+from recipes.rewards.judge import Judge
 from recipes.rl.rollouts import Rollouts
 from recipes.run_folder import read_metrics
 from recipes.trainer import Callback, StepResult, Trainer
 
 
 class RolloutMetrics(Callback):
-    """Adds `rl/...` to the metrics, and draws rollouts.png at the end."""
+    """Adds `rl/...` to the metrics, and draws rollouts.png at the end. Closes the judge."""
 
-    def __init__(self, rollouts: Rollouts, folder: Path):
-        self.rollouts, self.folder = rollouts, folder
+    def __init__(self, rollouts: Rollouts, folder: Path, judge: Judge):
+        self.rollouts, self.folder, self.judge = rollouts, folder, judge
 
     def step(self, trainer: Trainer, result: StepResult) -> None:
         result.metrics |= self.rollouts.metrics
+
+    def close(self, trainer: Trainer) -> None:
+        self.judge.close()
 
     def complete(self, trainer: Trainer) -> None:
         if trainer.objective.world.rank > 0:

@@ -15,6 +15,11 @@ class Effort(Enum):
     max = "max"
 
 
+class Even(Enum):
+    drop = "drop"  # left out of the update, to which they add nothing but time; where all groups are, they stay
+    keep = "keep"
+
+
 @dataclass
 class BudgetConfig:
     """Length control: a trajectory longer than factor x b0 has reward -1, b0 the mean length of the initial model's answers in
@@ -29,11 +34,14 @@ class BudgetConfig:
 class RlConfig:
     prompts: int = 32  # groups that are sampled at a time, over all data ranks
     samples: int = 8  # trajectories of each prompt
-    complete: float = 1.0  # share of trajectories that must be finished before the update; the others go on in the next step
+    complete: float = (
+        1.0  # share of unfinished trajectories that must finish before the update; the others go on in the next step
+    )
     max_new_tokens: int = 64  # of a trajectory
     low: float = 0.8  # the ratio of the policies is clipped to [low, high]
     high: float = 1.25
     tau: float = 0.01  # weight of the squared log-ratio, which holds each token near the policy that drew it
+    even: Even = Even.drop  # what becomes of groups whose trajectories all have the same reward
     effort: Effort = Effort.none  # stated in every prompt
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     slots: int = 64  # trajectories that one data rank goes on with at once; more wait for a place

@@ -1,6 +1,6 @@
 """The stream of RL: prompts in, sampled and judged groups of trajectories out, packed for one update (report 4.2).
 
-A step samples until a share `rl.complete` of the trajectories in flight is finished. A group is used once all its trajectories
+A step samples until a share `rl.complete` of the unfinished trajectories is finished. A group is used once all its trajectories
 are; what is not finished waits with its states and goes on first in the next step (partial rollouts), so that one long answer
 does not hold up the others. Every token keeps the log-probability under the weights that drew it.
 
@@ -25,12 +25,13 @@ from data.tasks import Task
 from k3 import Engine, Sampling, Trajectory
 from k3.generation.states import State
 from parallel.boxes import Box, StateProvider
+from parallel.checkpoint_folder import changes, layout
 from parallel.together import gather
 from parallel.world import World
 from recipes.errors import UserError
 from recipes.rewards.judge import Verdict
 from recipes.rl.batch import Sampled, collate, pack
-from recipes.rl.config import Effort, RlConfig
+from recipes.rl.config import Effort, Even, RlConfig
 
 PROBES = 64  # prompts whose answers tell how long those of the initial model are
 
@@ -74,8 +75,8 @@ class Group:
         return all(one.finished for one in self.trajectories)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON, which keeps every bit of a float; without the states."""
-        of = [{"tokens": one.tokens, "logprobs": one.logprobs, "finished": one.finished} for one in self.trajectories]
+        """As JSON, which keeps every bit of a float; without the states. Copies: it is written while these go on."""
+        of = [{"tokens": list(one.tokens), "logprobs": list(one.logprobs), "finished": one.finished} for one in self.trajectories]
         return {"number": self.number, "trajectories": of}
 
 
@@ -144,21 +145,34 @@ class Rollouts:
             self.teach(told)
         self._report(told, time.perf_counter() - began)
         index, self.position = self.position, self.position + 1
-        return self._batch([one for group in told for one in group.sampled], index)
+        return self._batch([one for group in self._learnt(told) for one in group.sampled], index)
+
+    def _learnt(self, told: Sequence[Told]) -> Sequence[Told]:
+        """The groups that the update is computed from: whose advantages are all zero, a fresh one adds nothing to it."""
+        if self.teach is not None or self.cfg.even is Even.keep:
+            return told
+        return [group for group in told if len(set(group.rewards)) > 1] or told
+
+    def check(self) -> None:
+        """Raises UserError where prompts of the first step do not fit a row: before anything is written. Alike on all ranks."""
+        for number in range(self.cfg.prompts):
+            if wrong := self._too_long(Group.new(number, self.prompts, [{}])):
+                raise UserError(wrong)
 
     def facts(self) -> dict[str, Any]:
         """What waits, on all ranks, and what each rank's tensors look like."""
         own = [group.plain() for group in self.waiting] if self._speaks else []
         waiting = sorted((group for of_rank in gather(self.world, own) for group in of_rank), key=lambda group: group["number"])
         shapes = {box.name: [list(box.shape), str(box.tensor.dtype).removeprefix("torch.")] for box in self.boxes()}
-        return {"begun": self.begun, "lengths": self.lengths, "waiting": waiting, "states": gather(self.world, shapes)}
+        states = {"layout": layout(self.world), "ranks": gather(self.world, shapes)}
+        return {"begun": self.begun, "lengths": dict(self.lengths), "waiting": waiting, "states": states}
 
     def take(self, facts: dict[str, Any]) -> None:
         self.begun, self.lengths = facts["begun"], facts["lengths"]
         mine = [g for g in facts["waiting"] if g["number"] % self.world.data_size == self.world.data_rank]
         self.waiting = [Group.new(plain["number"], self.prompts, plain["trajectories"]) for plain in mine]
-        ranks = facts["states"]
-        shapes = ranks[self.world.rank if len(ranks) == self.world.size else 0]
+        moved = changes(facts["states"]["layout"], layout(self.world))
+        shapes = facts["states"]["ranks"][0 if moved else self.world.rank]  # as parallel.boxes.StateProvider has it
         self._loading = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
 
     @property
@@ -186,23 +200,28 @@ class Rollouts:
     def _begin(self) -> None:
         """New prompts, until as many as `rl.prompts` are in flight."""
         flying = sum(gather(self.world, len(self.waiting) if self._speaks else 0))
-        for number in range(self.begun, self.begun + self.cfg.prompts - flying):
-            if number % self.world.data_size == self.world.data_rank:
-                self.waiting.append(self._group(number))
-        self.begun += self.cfg.prompts - flying
+        numbers = range(self.begun, self.begun + self.cfg.prompts - flying)
+        mine = [n for n in numbers if n % self.world.data_size == self.world.data_rank]
+        new = [Group.new(number, self.prompts, [{}] * self.cfg.samples) for number in mine]
+        for wrong in gather(self.world, next((line for group in new if (line := self._too_long(group))), None)):
+            if wrong:
+                raise UserError(wrong)  # on all ranks: one alone would leave the others waiting
+        self.waiting += new
+        self.begun = numbers.stop
 
-    def _group(self, number: int) -> Group:
-        group = Group.new(number, self.prompts, [{}] * self.cfg.samples)
-        task, prompt = group.task, group.trajectories[0].prompt
-        if (size := len(prompt) + self.cfg.max_new_tokens - 1) > self.rows.seq_length:
-            raise UserError(
-                f"data.seq_length={self.rows.seq_length}: task {task.id} has a prompt of {len(prompt)} tokens, which with "
-                f"rl.max_new_tokens={self.cfg.max_new_tokens} takes {size}; give longer rows or fewer new tokens"
-            )
-        return group
+    def _too_long(self, group: Group) -> str | None:
+        """What to tell of a group whose trajectories may not fit a row."""
+        prompt, most = group.trajectories[0].prompt, self.cfg.max_new_tokens
+        if (size := len(prompt) + most - 1) <= self.rows.seq_length:
+            return None
+        return (
+            f"data.seq_length={self.rows.seq_length}: task {group.task.id} has a prompt of {len(prompt)} tokens, which with "
+            f"rl.max_new_tokens={most} takes {size}; give longer rows or fewer new tokens"
+        )
 
     def _sample(self) -> None:
-        flying = [one for group in self.waiting for one in group.trajectories]
+        # of the unfinished alone: those that wait for others of their group must not make up the share, or nothing would go on
+        flying = [one for group in self.waiting for one in group.trajectories if not one.finished]
         enough = math.ceil(self.cfg.complete * len(flying))
         self.engine.run(flying, self.sampling, enough=enough, seed=self.seed)
 
@@ -257,9 +276,11 @@ class Rollouts:
 
     def _batch(self, sampled: Sequence[Sampled], index: int) -> StepBatch:
         """This data rank's rows, of which all ranks have as many."""
-        length, of, micro = self.rows.seq_length, self.world.data_size, self._micro
+        length, of = self.rows.seq_length, self.world.data_size
         rows = [[sampled[i] for i in items] for items in pack([len(one) for one in sampled], length)]
-        rows += [[]] * (-len(rows) % (micro * of))
+        passes = -(-len(rows) // (self._micro * of))
+        micro = -(-len(rows) // (passes * of))  # as even as they come
+        rows += [[]] * (passes * micro * of - len(rows))
         mine = [rows[first + self.world.data_rank * micro :][:micro] for first in range(0, len(rows), micro * of)]
         return StepBatch([collate(part, length, self.prompts.fill) for part in mine], index, len(rows) * length)
 

@@ -15,7 +15,7 @@ from recipes.assemble import DTYPES
 from recipes.config import Config
 from recipes.dialogue import Dialogue
 from recipes.errors import UserError
-from recipes.initial import initial
+from recipes.initial import Initial, initial
 from recipes.objective import to_device
 from recipes.rl.batch import Sampled, collate, pack
 from recipes.rl.config import Effort, Teacher
@@ -26,27 +26,42 @@ class Teachers:
     """Sets `Sampled.teacher` of finished groups. All experts' weights are in memory, cut and rounded as the student's are."""
 
     def __init__(self, teachers: Sequence[Teacher], cfg: Config, world: World, dialogue: Dialogue):
-        """Raises UserError for a path that holds no model, or another than the student's."""
+        """Opens them. Raises UserError for a path that holds no model, or another than the student's."""
         self.cfg, self.world, self.dialogue = cfg, world, dialogue
+        self.teachers = teachers
         self.models: dict[tuple[str, Effort], k3.Model] = {}
-        loaded: dict[str, k3.Model] = {}
+        self._opened: dict[str, Initial] = {}
         for teacher in teachers:
-            if teacher.path not in loaded:
-                loaded[teacher.path] = self._load(teacher)
-            self.models[teacher.domain, teacher.effort] = loaded[teacher.path]
+            if teacher.path not in self._opened:
+                self._opened[teacher.path] = self._open(teacher)
 
-    def _load(self, teacher: Teacher) -> k3.Model:
+    def _open(self, teacher: Teacher) -> Initial:
         try:
             weights = initial(teacher.path, self.world)
             assert weights is not None
             weights.check(self.cfg.model)
         except UserError as error:
             text = str(error).replace(f"run.init={Path(teacher.path)}", teacher.path)
-            raise UserError(f"distill.teachers: {teacher.domain}:{text}") from error
-        dtype = DTYPES[self.cfg.precision.name]
-        model = k3.build(self.cfg.model, self.world, dtype=dtype, qat=self.cfg.qat, draw_values=False)
-        weights.weights(model)
-        return model.eval()
+            text = text.removesuffix("\nleave the model's keys out: run.init brings them")
+            raise UserError(f"distill.teachers: {teacher.domain}: {text}; an expert is a model of the student's shape") from error
+        return weights
+
+    def load(self) -> None:
+        """Makes their models."""
+        cfg = self.cfg
+        made: dict[str, k3.Model] = {}
+        for path, weights in self._opened.items():
+            model = k3.build(
+                cfg.model,
+                self.world,
+                dtype=DTYPES[cfg.precision.name],
+                activations=cfg.activations,
+                qat=cfg.qat,
+                draw_values=False,
+            )
+            weights.weights(model)
+            made[path] = model.eval()
+        self.models = {(teacher.domain, teacher.effort): made[teacher.path] for teacher in self.teachers}
 
     def __call__(self, told: Sequence[Told]) -> None:
         """Every rank must call it with the same groups."""
@@ -75,7 +90,8 @@ class Teachers:
         for first in range(self.world.data_rank * micro, len(rows), micro * of):
             mine = rows[first : first + micro]
             batch = to_device(collate([[asked[i] for i in row] for row in mine], length, self.dialogue.fill), self.world.device)
-            losses = model(batch.tokens, batch.document_starts, labels=batch.labels, score=True)[0].double().cpu()
+            with model.fixed_weights():
+                losses = model(batch.tokens, batch.document_starts, labels=batch.labels, score=True)[0].double().cpu()
             for b, row in enumerate(mine):
                 at = 0
                 for i in row:

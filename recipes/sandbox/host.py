@@ -268,8 +268,8 @@ class Served:
         if self._process is None:
             self._process, self._ready = _Process(self._given, self._limits), False
 
-    def call(self, request: Any) -> Outcome:
-        """Raises Broken."""
+    def load(self) -> Outcome | None:
+        """Waits until the function is loaded; what kept it from that, else None. Raises Broken."""
         self.start()
         assert self._process
         if not self._ready:
@@ -278,6 +278,13 @@ class Served:
                 self.close()
                 return loaded
             self._ready = True
+        return None
+
+    def call(self, request: Any) -> Outcome:
+        """Raises Broken."""
+        if failed := self.load():
+            return failed
+        assert self._process
         token = secrets.token_hex(16)
         self._process.notes.clear()
         self._process.ask(request, token)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import k3.kda
 import k3.mla
 import parallel.rows
+import recipes.rl.objective
 from k3.balance import Balancer
 from k3.feed_forward import LatentMoE
 from k3.stage import Stage
@@ -22,8 +23,10 @@ from parallel.rows import RowBank
 from parallel.schedule import ParallelModel
 from parallel.shards import Shards
 from recipes.config import Config
+from recipes.objective import Objective
 from recipes.proof.rank import on_rank
 from recipes.proof.trace import Trace
+from recipes.rl.objective import PolicyObjective
 
 
 def broken(how: str, cfg: Config) -> Trace | None:
@@ -208,3 +211,41 @@ def embedding_copy_unsummed() -> None:
         finish(model)
 
     _around(ParallelModel, "finish", change)
+
+
+def own_denominators() -> None:
+    """Each data rank divides by its own counted tokens."""
+    _around(Objective, "denominators", lambda _, objective, batches: sum(b.loss_mask.sum((1, 2)) for b in batches).double())
+
+
+def advantages_of_the_first_stretch() -> None:
+    """Context ranks read the advantages of the first one's tokens."""
+
+    def change(share: Any, objective: Any, losses: Tensor, denominators: Tensor, batch: Any) -> Any:
+        cp = objective.world.groups.cp.size()
+        first = batch.advantage.chunk(cp, 1)[0]
+        return share(objective, losses, denominators, replace(batch, advantage=first.repeat(1, cp)))
+
+    _around(PolicyObjective, "share", change)
+
+
+def mismatch_summed() -> None:
+    """The largest difference is summed over the ranks, as the other numbers are."""
+    _reduced(lambda reduce, tensor, op, group: reduce(tensor, group=group))
+
+
+def mismatch_of_own_tokens() -> None:
+    _reduced(lambda reduce, tensor, op, group: None if op == dist.ReduceOp.MAX else reduce(tensor, group=group))
+
+
+def _reduced(change: Callable[..., Any]) -> None:
+    """Changes the reductions of what the policy's loss reports."""
+
+    class Changed:
+        ReduceOp = dist.ReduceOp
+
+        @staticmethod
+        def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+            change(dist.all_reduce, tensor, op, group)
+
+    recipes.rl.objective.dist = Changed  # type: ignore[assignment]

@@ -73,6 +73,18 @@ LINES = [  # what is typed behind k3, and what the message must hold
     ("cards optim.lr=1", "optim.lr=1: the table depends on the model alone"),
     ("bench kad", "the nearest is kda"),
     ("completion fish", "give one of bash, zsh"),
+    ("sft", "run.init=null: k3 sft begins with a model"),
+    ("rl", "run.init=null: k3 rl begins with a model"),
+    ("extend", "run.init=null: k3 extend begins with a model"),
+    ("distill distill.teachers=[gcd:x]", "run.init=null: k3 distill begins with a model"),
+    ("eval", "run.init=null: k3 eval begins with a model"),
+    ("sft run.init=nowhere", "run.init=nowhere: neither a checkpoint"),
+    ("prove phase=sftt", "phase=sftt: no such phase; the nearest is sft"),
+    ("pretrain rl.tau=1", "k3 pretrain does not read rl"),
+    ("sft rl.tau=1", "k3 sft does not read rl"),
+    ("rl distill.limit=1", "k3 rl does not read distill"),
+    ("eval optim.lr=1", "k3 eval does not read optim"),
+    ("pretrain data.chat.path=x", "data.chat.path: has no effect"),
 ]
 
 
