@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 
 import numpy as np
@@ -245,35 +245,54 @@ class Engine:
                 self._active.append(t)
 
     def _prefill(self) -> None:
-        """One block of every prompt on the bench."""
-        jobs, bench, block = self._jobs, self._bench, self.block
+        """Some blocks of every prompt on the bench: as many as the shortest has left, and as fit the pass."""
+        jobs, bench = self._jobs, self._bench
         rows = max(1, len(jobs))
-        parts = [p.tokens[bench.length[i] : bench.length[i] + block] for i, p in enumerate(jobs)] or [[]]
+        left = [-(-(len(p.tokens) - bench.length[i]) // self.block) for i, p in enumerate(jobs)]
+        size = self.block * (min(bench.rows // rows, *left) if jobs else 1)
+        parts = [p.tokens[bench.length[i] : bench.length[i] + size] for i, p in enumerate(jobs)] or [[]]
         valid = [len(part) for part in parts]
-        tokens = torch.tensor([part + [0] * (block - len(part)) for part in parts], device=self.stage.world.device)
-        past = SlotsPast(bench, self._derived, rows, block, valid)
+        tokens = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.stage.world.device)
+        past = SlotsPast(bench, self._derived, rows, size, valid, block=self.block)
         final, mixed = advance(self.stage, tokens.flatten(), past)
+        features = None
         if self._drafts is not None:
-            self._drafts.prefill(bench, self._derived, valid, tokens, self._drafts.read(final, mixed))
+            features = self._drafts.read(final, mixed)
+            self._drafts.prefill(bench, self._derived, valid, tokens, features, self.block)
         past.advance(valid)
         self.stats.prefill_passes += 1
         self.stats.prefilled += sum(valid)
         ends = [i for i, p in enumerate(jobs) if bench.length[i] == len(p.tokens)]
         last: Tensor | None = None
         if ends:
-            which = [i * block + valid[i] - 1 for i in ends]
+            which = [i * size + valid[i] - 1 for i in ends]
             which += [0] * (-len(which) % FEW_ROWS)
             last = logits(self.stage, final, torch.tensor(which, device=tokens.device))
         for i, prompt in enumerate(jobs):
             own = last[ends.index(i)].clone() if last is not None and i in ends else None
             if self._prefixes.limit:
-                keys = self._prefixes.keys(prompt.tokens[: bench.length[i]])
-                self._prefixes.put(keys, Node(bench.save(i, bench.length[i] - valid[i]), own))
+                self._remember(i, prompt, past, valid[i], own, None if features is None else features[i * size :])
             if own is not None:
                 prompt.ready, prompt.running = (bench.save(i), own), False
                 self.stats.reused += (len(prompt.waiting) - 1) * len(prompt.tokens)
         for i in reversed(ends):
             _remove(jobs, bench, i)
+
+    def _remember(
+        self, row: int, prompt: _Prompt, past: SlotsPast, valid: int, own: Tensor | None, features: Tensor | None
+    ) -> None:
+        """Puts the blocks of a pass, `valid` tokens of a row, into the prefix cache."""
+        length, block = self._bench.length[row], self.block
+        first = length - valid
+        state, keys = self._bench.save(row, first), self._prefixes.keys(prompt.tokens[:length])
+        for start in range(0, valid, block):
+            latents, end = state.latents[:, start : start + block].clone(), first + start + block
+            if start + block >= valid:
+                node = Node(replace(state, latents=latents), own)
+            else:
+                feature = None if features is None else features[start + block - 1].clone()
+                node = Node(State(end, *past.left(row, start // block), latents, feature), None)
+            self._prefixes.put(keys[: -(-end // block)], node)
 
     def _decode(self) -> None:
         """One token more for every active trajectory."""

@@ -18,6 +18,7 @@ from recipes.summary import versions
 
 ROWS = (16, 32, 64, 128)
 PROMPT, NEW = 256, 32  # tokens of each trajectory
+DRAFT = 3  # tokens proposed at a time
 SAMPLES, LONG, ROUNDS = 8, 500, 7  # of the comparison: samples of one prompt, its tokens, rounds
 
 
@@ -77,6 +78,19 @@ def samples(model: k3.Model, prompts: Prompts) -> dict[str, float]:
     return {side: statistics.median(values) for side, values in taken.items()}
 
 
+def drafted(model: k3.Model, prompts: Prompts) -> dict[str, float]:
+    """Decoding with proposals of the MTP layer, beside the 16 rows of `speeds`. Its weights are drawn: few are accepted."""
+    engine = Engine(model, slots=16, prefix_bytes=0, draft=DRAFT)
+    batch = [t for _ in range(16) for t in prompts(PROMPT)]
+    began = time.perf_counter()
+    engine.run(batch, k3.Sampling(max_new_tokens=1))
+    first, stats = time.perf_counter() - began, engine.stats
+    for t in batch:
+        t.finished, t.tokens, t.logprobs = None, [], []
+    step = (seconds(engine, batch, NEW) - first) / stats.decode_passes
+    return {"step_ms": 1e3 * step, "acceptance": stats.acceptance, "tokens_per_pass": stats.tokens_per_pass}
+
+
 def run() -> dict[str, Any]:
     """Prints, and returns, the figures of model=nano in float32 on one thread, and how far its log-probabilities are from a
     training pass's.
@@ -90,6 +104,7 @@ def run() -> dict[str, Any]:
         model = k3.build(k3.preset("nano"), world)
         prompts = Prompts(model.k3.vocab_size)
         out: dict[str, Any] = {"speeds": [speeds(model, rows, prompts) for rows in ROWS], **samples(model, prompts)}
+        out["draft"] = drafted(model, prompts)
         engine, sampling, rows = Engine(model), k3.Sampling(max_new_tokens=64), prompts(PROMPT, SAMPLES)
         engine.run(rows, sampling)
         out["mismatch"] = engine.mismatch(rows, sampling)
@@ -102,6 +117,11 @@ def run() -> dict[str, Any]:
             f"{r['rows']:>4} rows: prefill {r['prefill']:,.0f} tokens/s, decode {r['decode']:,.0f} tokens/s, "
             f"{r['step_ms']:.1f} ms a step"
         )
+    d = out["draft"]
+    say(
+        f"  16 rows with {DRAFT} proposals of an untrained draft: {d['step_ms']:.1f} ms a pass, {d['acceptance']:.1%} accepted, "
+        f"{d['tokens_per_pass']:.2f} tokens a pass"
+    )
     ms = {side: 1e3 * out[side] for side in ("together", "alone", "batch", "again")}
     say(f"{SAMPLES} samples of one prompt of {LONG} tokens: {ms['together']:.0f} ms; from the cache {ms['again']:.0f} ms")
     for side, what in (("alone", "one after the other"), ("batch", "in one batch")):

@@ -23,7 +23,6 @@ from k3.kda import KDA
 from k3.layer import MTPLayer
 from k3.residual import Rows
 from k3.stage import Stage
-from kernels.attention.latent import latent_attention
 from kernels.conv.step import conv_step
 from kernels.kda.step import kda_step
 from parallel.megatron import gather_from_sequence_parallel_region
@@ -41,14 +40,15 @@ class Drafts:
         """What it takes of the backbone's tokens, [N, d] on every tensor rank."""
         return self._whole(self.layer.read(state, rows.bank))
 
-    def prefill(self, slots: Slots, derived: Derived, valid: Sequence[int], tokens: Tensor, features: Tensor) -> None:
-        """Follows the model through a block of every row, `slots.length` still being that before it: tokens [R, T], features
+    def prefill(self, slots: Slots, derived: Derived, valid: Sequence[int], tokens: Tensor, features: Tensor, block: int) -> None:
+        """Follows the model through blocks of every row, `slots.length` still being that before them: tokens [R, T], features
         [R T, d] as `read` gives them.
         """
         rows, size = tokens.shape
         features = features.view(rows, size, -1)
         before = torch.cat([slots.features[:rows, :1], features[:, :-1]], 1)
-        self._follow(_DraftPast(slots, derived, rows, size, first=slots.length[:rows]), tokens.flatten(), before.flatten(0, 1))
+        past = _DraftPast(slots, derived, rows, size, first=slots.length[:rows], block=block)
+        self._follow(past, tokens.flatten(), before.flatten(0, 1))
         last = torch.tensor(valid or [1], device=tokens.device) - 1
         slots.features[:rows, 0] = features[torch.arange(rows, device=tokens.device), last]
 
@@ -93,8 +93,8 @@ class Drafts:
 class _DraftPast(SlotsPast):
     """Place 0 holds nothing: nobody sees it but itself."""
 
-    def __init__(self, slots: Slots, derived: Derived, rows: int, tokens: int, *, first: Sequence[int]):
-        super().__init__(slots, derived, rows, tokens, first=first)
+    def __init__(self, slots: Slots, derived: Derived, rows: int, tokens: int, *, first: Sequence[int], block: int | None = None):
+        super().__init__(slots, derived, rows, tokens, first=first, block=block)
         self.hidden[..., 0] |= ~self.hidden[..., 1]  # place 1 is seen, so the query stands behind place 0
 
 
@@ -102,7 +102,7 @@ class VerifyPast(SlotsPast):
     """Every new token of a row by itself, as decoding does it, and what each leaves is kept until it is known how many stay."""
 
     def __init__(self, slots: Slots, derived: Derived, rows: int, tokens: int):
-        super().__init__(slots, derived, rows, tokens)
+        super().__init__(slots, derived, rows, tokens, block=1)
         self.after: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each KDA layer, after each token: state, past inputs
 
     def kda(self, layer: KDA, projected: Sequence[Tensor], z: Tensor, beta_logit: Tensor) -> Tensor:
@@ -121,14 +121,11 @@ class VerifyPast(SlotsPast):
         self.after[i] = kept
         return torch.stack(outs, 1).view(r * t, 1, h, k)
 
-    def _read(self, q: Tensor, seen: Sequence[Tensor], width: int) -> Tensor:
-        each = [latent_attention(q[:, j : j + 1], seen, self.hidden[:, j : j + 1], width) for j in range(self.tokens)]
-        return torch.cat(each, 1)
-
     def advance(self, counts: Sequence[int]) -> None:
         """Of row i the first `counts[i]` new tokens stay."""
         n, device = len(counts), self.slots.shapes.device
-        last, row = torch.tensor(counts, device=device) - 1, torch.arange(n, device=device)
+        last = torch.tensor(counts, dtype=torch.int64, device=device) - 1
+        row = torch.arange(n, device=device)
         for i, kept in self.after.items():
             states, inputs = zip(*kept)
             self.slots.recurrent[i][:n] = torch.stack(states)[last, row]

@@ -52,12 +52,22 @@ class SlotsPast:
 
     valid: how many of a row's new tokens are real, the rest is padding behind them; None: all of them.
     first: the places of the first new tokens; None: behind those that the rows have.
+    block: what mixes tokens does so in blocks of so many, one after another, each as it would be alone; None: all at once.
     """
 
     def __init__(
-        self, slots: Slots, derived: Derived, rows: int, tokens: int, valid: Sequence[int] | None = None,
+        self,
+        slots: Slots,
+        derived: Derived,
+        rows: int,
+        tokens: int,
+        valid: Sequence[int] | None = None,
+        *,
         first: Sequence[int] | None = None,
-    ):  # fmt: skip
+        block: int | None = None,
+    ):
+        self.block = block or tokens
+        self.kept: dict[int, tuple[Tensor, list[Tensor]]] = {}  # of each KDA layer: inputs [R, W-1 + T, 3P], states by block
         self.slots, self.derived, self.rows, self.tokens = slots, derived, rows, tokens
         device = slots.shapes.device
         length = slots.length[:rows] if first is None else first
@@ -86,22 +96,38 @@ class SlotsPast:
             return out.unsqueeze(1)
         x = x.view(r, self.tokens, -1)
         before = s.inputs[i][:, :r].transpose(0, 1)
-        q_k_v = short_conv(x, taps, initial_state=before)[0].view(r, self.tokens, 3, h, k)
         z, beta_logit = z.view(r, self.tokens, h, k), beta_logit.view(r, self.tokens, h)
         past = layer.q_conv1d.weight.shape[1] - 1
+        inputs = torch.cat([before, x], 1)
         if self.valid is None:
-            s.inputs[i][:, :r] = torch.cat([before, x], 1)[:, -past:].transpose(0, 1) if past else before.transpose(0, 1)
+            s.inputs[i][:, :r] = inputs[:, -past:].transpose(0, 1) if past else before.transpose(0, 1)
         else:
             # a padded token neither decays the state (its gate is at minus infinity) nor writes to it
             z = z.masked_fill(self.padding[:, :, None, None], -torch.inf)
             beta_logit = beta_logit.masked_fill(self.padding.unsqueeze(-1), -torch.inf)
             place = self.valid[:, None] + torch.arange(past, device=x.device)
-            kept = torch.cat([before, x], 1).gather(1, place.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+            kept = inputs.gather(1, place.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
             s.inputs[i][:, :r] = kept.transpose(0, 1)
-        q, k_, v = q_k_v.unbind(2)
-        out, state = kda(q, k_, v, z, beta_logit, layer.A_log, bias, initial_state=s.recurrent[i][:r], **gate)
+        state, outs, states = s.recurrent[i][:r], [], []
+        for start in range(0, self.tokens, self.block):
+            at = slice(start, start + self.block)
+            x_at, before = x[:, at], inputs[:, start : start + past]
+            q, k_, v = short_conv(x_at, taps, initial_state=before)[0].view(r, -1, 3, h, k).unbind(2)
+            out, state = kda(q, k_, v, z[:, at], beta_logit[:, at], layer.A_log, bias, initial_state=state, **gate)
+            outs.append(out)
+            states.append(state)
         s.recurrent[i][:r] = state
-        return out.reshape(r * self.tokens, 1, h, k)
+        self.kept[i] = inputs, states
+        return torch.cat(outs, 1).view(r * self.tokens, 1, h, k)
+
+    def left(self, row: int, block: int) -> tuple[Tensor, Tensor]:
+        """What a row's new tokens up to the end of `block`, a full one, have left: a State's `recurrent` and `inputs`."""
+        empty, end = self.slots.shapes.empty(), (block + 1) * self.block
+        if not self.kept:
+            return empty.recurrent, empty.inputs
+        layers = [self.kept[i] for i in range(len(self.kept))]
+        past = empty.inputs.shape[1]
+        return torch.stack([s[block][row] for _, s in layers]), torch.stack([x[row, end : end + past] for x, _ in layers])
 
     def mla(self, layer: MLA, query: Tensor, compressed: Tensor) -> Tensor:
         s, r, t = self.slots, self.rows, self.tokens
@@ -120,7 +146,9 @@ class SlotsPast:
         return out.reshape(r * t, 1, -1).to(query.dtype)
 
     def _read(self, q: Tensor, seen: Sequence[Tensor], width: int) -> Tensor:
-        return latent_attention(q, seen, self.hidden, width)
+        starts = range(0, self.tokens, self.block)
+        spans = [slice(start, start + self.block) for start in starts]
+        return torch.cat([latent_attention(q[:, at], seen, self.hidden[:, at], width) for at in spans], 1)
 
     def advance(self, counts: Sequence[int]) -> None:
         """After the pass through all layers: row i has `counts[i]` tokens more."""

@@ -24,6 +24,15 @@ def test_ranks_generate_the_tokens_of_one_process(temperature: float, helper: He
             assert rank == {key: want[key] for key in rank}, sizes
 
 
+def test_ranks_with_a_draft_generate_the_same(helper: Helper) -> None:
+    (want,) = helper.run_ranks(TARGET, 1, {}, 1.0, False)
+    for got in helper.run_ranks(TARGET, 2, {"tp": 2}, 1.0, False, 2):
+        assert got == want
+    got = helper.run_ranks(TARGET, 2, {"ep": 2, "dp": 2}, 1.0, True, 2)
+    for rank in got:
+        assert rank == {key: want[key] for key in rank}
+
+
 def test_pipelines_are_refused(helper: Helper) -> None:
     with pytest.raises(RankError, match=r"parallel\.pp=2: generation needs all layers on a rank; give parallel\.pp=1"):
         helper.run_ranks(TARGET, 2, {"pp": 2}, 0.0, False)

@@ -76,12 +76,13 @@ def test_resume_is_the_same_run(home: Path, drafted: Path) -> None:
     same_checkpoint(folder / "checkpoints/step_4", drafted / "checkpoints/step_4")
 
 
-def test_its_export_is_the_model_and_sft_goes_on_from_it(home: Path, drafted: Path) -> None:
+def test_its_export_is_the_model_and_may_be_drafted_again(home: Path, drafted: Path) -> None:
     model = hf.load(drafted / "hf")
     assert model.k3.draft
     loaded, stored = dict(model.named_parameters()), tensors(drafted)
     assert torch.equal(loaded["mtp.0.draft_proj.weight"], stored["model.mtp.0.draft_proj.weight"])
-    again = compose([w if not w.startswith("run.init") else f"run.init={drafted / 'hf'}" for w in typed(home, "more")], "draft")
+    own = [w for w in typed(home, "more", f"data.tokenizer={drafted / 'tokenizer.json'}") if not w.startswith("run.init")]
+    again = compose([*own, f"run.init={drafted / 'hf'}"], "draft")
     assert again.model.draft
 
 
