@@ -119,6 +119,7 @@ class ProveConfig:
 class ExamConfig:
     enabled: bool | None = None  # null: where conversations are made of tasks, and nothing keeps the model from generating
     max_new_tokens: int = 32  # of an answer to a held-out task
+    samples: int = 0  # answers to each, drawn at temperature 1 as in RL; 0: one, the likeliest token each time
 
 
 @dataclass

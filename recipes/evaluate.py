@@ -85,13 +85,15 @@ def _tasks(cfg: Config, model: ParallelModel) -> dict[str, Any]:
     tasks = Tasks(cfg.tasks)
     with Judge(cfg.rewards, tasks.rewards()) as judge:
         dialogue = Dialogue(tasks, tokenizer, judge, cfg.data.chat.mode)
-        exam = Exam(dialogue, model.world, tasks.heldout(), cfg.exam.max_new_tokens)
+        exam = Exam(dialogue, model.world, tasks.heldout(), cfg.exam)
         grades = exam.grade(Engine(model.module))  # type: ignore[arg-type]
     found = {}
     for name, share in grades.shares().items():
         right = grades.of(None if name == "all" else name)
         low, high = interval(right)
-        say(f"{'tasks' if name == 'all' else '  ' + name:<24}{share:.1%} of {len(right)} right (95 %: {low:.1%} to {high:.1%})")
+        say(
+            f"{'tasks' if name == 'all' else '  ' + name:<24}{share:.1%} right of {len(right)}, {exam.how} (95 %: {low:.1%} to {high:.1%})"
+        )
         found[name] = {"share": share, "low": low, "high": high, "tasks": len(right)}
     return found
 

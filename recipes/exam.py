@@ -14,6 +14,7 @@ from k3 import Engine, Sampling, Trajectory
 from parallel.together import gather
 from parallel.world import World
 from recipes.callbacks.pictures import blank
+from recipes.config import ExamConfig
 from recipes.console import say
 from recipes.dialogue import Dialogue
 from recipes.trainer import Callback, StepResult, Trainer
@@ -27,13 +28,15 @@ NORMAL = 1.96  # standard deviations on either side that hold 95 %
 
 @dataclass(frozen=True)
 class Grades:
-    """`right[i]` says whether task i was answered rightly; `domains[i]` is its kind; `tokens[i]` the length of the answer."""
+    """`right[i]` is the share of the answers to task i that are right; `domains[i]` is its kind; `tokens[i]` the answers' mean
+    length.
+    """
 
-    right: tuple[bool, ...]
+    right: tuple[float, ...]
     domains: tuple[str, ...]
-    tokens: tuple[int, ...]
+    tokens: tuple[float, ...]
 
-    def of(self, domain: str | None = None) -> list[bool]:
+    def of(self, domain: str | None = None) -> list[float]:
         return [r for r, d in zip(self.right, self.domains) if domain in (None, d)]
 
     def shares(self) -> dict[str, float]:
@@ -42,20 +45,32 @@ class Grades:
         return {name or "all": sum(self.of(name)) / len(self.of(name)) for name in names}
 
 
-def interval(right: Sequence[bool]) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson's)."""
+def interval(right: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean over tasks: Wilson's, for one answer a task; of several, tasks' shares are what varies."""
     n, p, z = len(right), sum(right) / len(right), NORMAL
+    if not _whole(right):
+        spread = z * math.sqrt(sum((r - p) ** 2 for r in right) / max(1, n - 1) / n)
+        return max(0.0, p - spread), min(1.0, p + spread)
     middle, spread = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return (middle - spread) / (1 + z * z / n), (middle + spread) / (1 + z * z / n)
 
 
-def gain(before: Sequence[bool], after: Sequence[bool]) -> tuple[float, float, float]:
-    """(the gain of the share, its 95 % interval): the same tasks twice, so that what counts is which answers changed.
+def _whole(right: Sequence[float]) -> bool:
+    return all(r in (0, 1) for r in right)
 
-    The interval is Bonett and Price's: as if one more task had become right and one more wrong, so that few tasks that all
-    changed alike do not count as certain.
+
+def gain(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+    """(the gain of the mean, its 95 % interval): the same tasks twice, so that what counts is which answers changed.
+
+    For one answer a task the interval is Bonett and Price's: as if one more task had become right and one more wrong, so that
+    few tasks that all changed alike do not count as certain. For several it is that of the mean of the tasks' changes.
     """
     n = len(before)
+    if not (_whole(before) and _whole(after)):
+        changes = [b - a for a, b in zip(before, after)]
+        mean = math.fsum(changes) / n
+        spread = NORMAL * math.sqrt(math.fsum((c - mean) ** 2 for c in changes) / max(1, n - 1) / n)
+        return mean, max(-1.0, mean - spread), min(1.0, mean + spread)
     better, worse = (sum(b and not a for a, b in pairs) for pairs in (list(zip(before, after)), list(zip(after, before))))
     p, q = (better + 1) / (n + 2), (worse + 1) / (n + 2)
     spread = NORMAL * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
@@ -63,23 +78,34 @@ def gain(before: Sequence[bool], after: Sequence[bool]) -> tuple[float, float, f
 
 
 class Exam:
-    """The held-out tasks of a dialogue, answered greedily."""
+    """The held-out tasks of a dialogue, answered once and greedily, or `samples` times as the model draws them in RL."""
 
-    def __init__(self, dialogue: Dialogue, world: World, tasks: Sequence[Task], max_new_tokens: int):
-        self.dialogue, self.world, self.tasks = dialogue, world, tasks
-        self.sampling = Sampling(temperature=0.0, max_new_tokens=max_new_tokens, stop=dialogue.stop)
+    def __init__(self, dialogue: Dialogue, world: World, tasks: Sequence[Task], cfg: ExamConfig):
+        self.dialogue, self.world, self.tasks, self.samples = dialogue, world, tasks, cfg.samples
+        temperature = 1.0 if cfg.samples else 0.0
+        self.sampling = Sampling(temperature=temperature, max_new_tokens=cfg.max_new_tokens, stop=dialogue.stop)
+
+    @property
+    def how(self) -> str:
+        return f"{self.samples} answers drawn to each" if self.samples else "answered greedily"
 
     def grade(self, engine: Engine) -> Grades:
         """Every rank must call it; data ranks share the tasks."""
         engine.clear()
         mine = range(self.world.data_rank, len(self.tasks), self.world.data_size)
-        tried = [Trajectory(self.dialogue.prompt(self.tasks[i], self.dialogue.effort(i, self.tasks[i])), (i,)) for i in mine]
+        times = max(1, self.samples)
+        asked = [i for i in mine for _ in range(times)]
+        prompts = {i: self.dialogue.prompt(self.tasks[i], self.dialogue.effort(i, self.tasks[i])) for i in mine}
+        tried = [Trajectory(prompts[i], (i, number % times)) for number, i in enumerate(asked)]
         engine.run(tried, self.sampling, seed=0)
         groups = self.world.groups
-        own: list[tuple[int, bool, int]] = []
+        own: list[tuple[int, float, float]] = []
         if groups.tp.rank() == 0 and groups.cp.rank() == 0:
-            verdicts = self.dialogue.judge([(self.tasks[i], one.tokens) for i, one in zip(mine, tried)])
-            own = [(i, next(iter(v.parts.values())) >= 1, len(one.tokens)) for i, v, one in zip(mine, verdicts, tried)]
+            verdicts = self.dialogue.judge([(self.tasks[i], one.tokens) for i, one in zip(asked, tried)])
+            right = [next(iter(v.parts.values())) >= 1 for v in verdicts]
+            for at, i in enumerate(mine):
+                part = slice(at * times, (at + 1) * times)
+                own.append((i, sum(right[part]) / times, sum(len(one.tokens) for one in tried[part]) / times))
         found = sorted(one for of_rank in gather(self.world, own) for one in of_rank)
         domains = tuple(self.tasks[i].domain for i, _, _ in found)
         return Grades(tuple(right for _, right, _ in found), domains, tuple(tokens for _, _, tokens in found))
@@ -114,7 +140,8 @@ class Exams(Callback):
         shares = grades.shares()
         low, high = interval(grades.right)
         of = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if name != "all")
-        say(f"step {step}: {shares['all']:.1%} of {len(grades.right)} held-out tasks right (95 %: {low:.1%} to {high:.1%}); {of}")
+        many = f"{len(grades.right)} held-out tasks, {self.exam.how}"
+        say(f"step {step}: {shares['all']:.1%} right of {many} (95 %: {low:.1%} to {high:.1%}); {of}")
         return grades
 
     def close(self, trainer: Trainer) -> None:
@@ -157,7 +184,7 @@ def lines(before: Grades, after: Grades) -> list[str]:
     return out
 
 
-def _share(right: Sequence[bool]) -> str:
+def _share(right: Sequence[float]) -> str:
     low, high = interval(right)
     return f"{sum(right) / len(right):.1%} ({low:.1%} to {high:.1%})"
 

@@ -26,9 +26,10 @@ PARAMETERS: dict[str, dict[str, int]] = {
     "leg_counting": {"min_animals": 1, "max_animals": 1, "max_instances": 15},
     "family_relationships": {"min_family_size": 3, "max_family_size": 3},
 }
+EXAM = ("exam.samples=4", "exam.max_new_tokens=20")  # the model as RL trains it: a policy that draws
 HELDOUT, FRACTION = 128, 0.25  # tasks of each generator that are asked, and the share of all prompts that is held out
-SAMPLING = ("run.steps=30", "run.eval_every=0", "rl.max_new_tokens=20", "exam.max_new_tokens=20", "optim.lr=2e-3")
-TUNING = ("run.steps=180", "run.eval_every=0", "data.batch_size=8", "exam.max_new_tokens=20", "data.heldout_tokens=4096")
+SAMPLING = ("run.steps=30", "run.eval_every=0", "rl.max_new_tokens=20", *EXAM, "optim.lr=2e-3")
+TUNING = ("run.steps=180", "run.eval_every=0", "data.batch_size=8", *EXAM, "data.heldout_tokens=4096")
 STUDYING = ("rl.prompts=48", "rl.samples=4")
 KEPT = 0.9  # of an expert's gain that its student shall have
 

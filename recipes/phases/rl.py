@@ -56,7 +56,7 @@ class Phase:
         own: list[Callback] = [RolloutMetrics(self.rollouts, folder.path, self.judge)]
         if self.cfg.exam.enabled is False:
             return own
-        exam = Exam(self.dialogue, self.world, self.tasks.heldout(), self.cfg.exam.max_new_tokens)
+        exam = Exam(self.dialogue, self.world, self.tasks.heldout(), self.cfg.exam)
         return [*own, Exams(exam, self.engine, folder.path, self.cfg.run.eval_every)]
 
     def finale(self, folder: RunFolder) -> list[Callback]:

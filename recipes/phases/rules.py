@@ -38,6 +38,8 @@ def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
             yield "recall.rows", cfg.recall.rows, "must be at least 1"
     if job in ANSWERING and cfg.exam.max_new_tokens < 1:
         yield "exam.max_new_tokens", cfg.exam.max_new_tokens, "must be at least 1"
+    if job in ANSWERING and cfg.exam.samples < 0:
+        yield "exam.samples", cfg.exam.samples, "must be at least 0, which takes the likeliest answer"
     if job == "sft" and cfg.sft.examples < 1:
         yield "sft.examples", cfg.sft.examples, "must be at least 1"
     if job in SAMPLING:

@@ -61,7 +61,7 @@ class Phase:
         every = self.cfg.run.eval_every
         found: list[Callback] = [cb.Evaluation(self.heldout, None, every)]
         if self.dialogue is not None:
-            exam = Exam(self.dialogue, self.world, self.dialogue.tasks.heldout(), self.cfg.exam.max_new_tokens)
+            exam = Exam(self.dialogue, self.world, self.dialogue.tasks.heldout(), self.cfg.exam)
             found.append(Exams(exam, Engine(self.model), folder.path, every))
         return found
 
