@@ -91,9 +91,8 @@ def _tasks(cfg: Config, model: ParallelModel) -> dict[str, Any]:
     for name, share in grades.shares().items():
         right = grades.of(None if name == "all" else name)
         low, high = interval(right)
-        say(
-            f"{'tasks' if name == 'all' else '  ' + name:<24}{share:.1%} right of {len(right)}, {exam.how} (95 %: {low:.1%} to {high:.1%})"
-        )
+        many = f"{len(right)}, {exam.how}"
+        say(f"{'tasks' if name == 'all' else '  ' + name:<24}{share:.1%} right of {many} (95 %: {low:.1%} to {high:.1%})")
         found[name] = {"share": share, "low": low, "high": high, "tasks": len(right)}
     return found
 

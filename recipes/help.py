@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import textwrap
 import typing
 from collections.abc import Iterable
@@ -50,16 +51,22 @@ def _rows(owner: Any, prefix: str) -> list[str]:
 
 def _row(key: str, kind: Any, value: Any, comment: str) -> str:
     left = f"  {key}={_value(value)}"
-    return f"{left:<38}{_type(kind) + ' ':<34}{comment}".rstrip()
+    return f"{left + ' ':<38}{_type(kind) + ' ':<34}{comment}".rstrip()
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_value, value))}]"
     return repr(value) if isinstance(value, str) and value != value.strip() else shown(value)
 
 
 def _type(kind: Any) -> str:
     if isinstance(kind, UnionType) or typing.get_origin(kind) is typing.Union:
         return "|".join("null" if k is NoneType else _type(k) for k in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        return f"[{_type(*typing.get_args(kind))},...]"
+    if typing.get_origin(kind) is dict:
+        return "names and values"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "|".join(m.name for m in kind)
     return {bool: "true|false", int: "int", float: "float", str: "text"}.get(kind, str(kind))
@@ -74,6 +81,9 @@ def _comments(cls: type) -> dict[str, str]:
     for node in body.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             rest = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :].strip()
+            above = itertools.takewhile(lambda line: line.strip().startswith("#"), reversed(lines[: node.lineno - 1]))
             if rest.startswith("#"):
                 found[node.target.id] = rest.lstrip("# ")
+            elif said := [line.strip().lstrip("# ") for line in above]:  # where there was no room behind
+                found[node.target.id] = " ".join(reversed(said))
     return found
