@@ -20,7 +20,8 @@ from recipes.console import say
 from recipes.errors import UserError, suggestion, word
 
 # tasks of different kinds whose answers are short, are not in the prompt, and come within reach of a small model in minutes
-EXPERTS: dict[str, tuple[str, ...]] = {"numbers": ("gcd",), "words": ("leg_counting", "family_relationships")}
+EXPERTS: dict[str, tuple[str, ...]] = {"numbers": ("gcd",), "counting": ("leg_counting",)}
+TUNED = ("gcd", "leg_counting", "family_relationships")  # of what sft sees, the last has no expert
 PARAMETERS: dict[str, dict[str, int]] = {
     "gcd": {"max_value": 60},
     "leg_counting": {"min_animals": 1, "max_animals": 1, "max_instances": 15},
@@ -44,7 +45,7 @@ class Stage:
 
 def stages(folder: Path) -> list[Stage]:
     """In their order; all with the same tasks, so that what is held out of one is held out of all."""
-    every = tuple(name for names in EXPERTS.values() for name in names)
+    taught = tuple(name for names in EXPERTS.values() for name in names)
     experts = [
         Stage(f"rl-{kind}", "rl", "sft", (*_tasks(names), *SAMPLING, f"rl.prompts={16 + 16 * len(names)}"))
         for kind, names in EXPERTS.items()
@@ -53,9 +54,9 @@ def stages(folder: Path) -> list[Stage]:
     return [
         Stage("pretrain", "pretrain", None, ("run.steps=60", "run.eval_every=0", "data.heldout_tokens=16384")),
         Stage("extend", "extend", "pretrain", ("run.steps=20", "run.eval_every=0", "data.heldout_tokens=16384")),
-        Stage("sft", "sft", "extend", (*_tasks(every), *TUNING)),
+        Stage("sft", "sft", "extend", (*_tasks(TUNED), *TUNING)),
         *experts,
-        Stage("distill", "distill", "sft", (*_tasks(every), *SAMPLING, f"distill.teachers=[{teachers}]", *STUDYING)),
+        Stage("distill", "distill", "sft", (*_tasks(taught), *SAMPLING, f"distill.teachers=[{teachers}]", *STUDYING)),
     ]
 
 
@@ -114,19 +115,19 @@ def _train(stage: Stage, folder: Path, words: Sequence[str]) -> int:
 
 def report(folder: Path) -> dict[str, Any]:
     """By generator: the share of held-out tasks right of each model, and of what the expert gained what its student has."""
-    from recipes.exam import RECORD, gain, grades_of, interval, read
+    from recipes.exam import RECORD, gain, grades_of, read
 
     def exam(name: str, which: int) -> Any:
         return grades_of(read(folder / name / RECORD)[which])
 
     base, tuned, student = exam("sft", 0), exam("sft", -1), exam("distill", -1)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"all": {"gain_sft": gain(base.of(), tuned.of()), "base": _of(base.of()), "sft": _of(tuned.of())}}
     for kind, names in EXPERTS.items():
         expert = exam(f"rl-{kind}", -1)
         for name in names:
             each = {"base": base.of(name), "sft": tuned.of(name), "expert": expert.of(name), "student": student.of(name)}
             found[name] = {"expert": f"rl-{kind}", "tasks": len(each["sft"])}
-            found[name] |= {which: {"share": sum(r) / len(r), "interval": interval(r)} for which, r in each.items()}
+            found[name] |= {which: _of(right) for which, right in each.items()}
             found[name] |= {
                 "gain_sft": gain(each["base"], each["sft"]),
                 "gain_rl": gain(each["sft"], each["expert"]),
@@ -142,6 +143,12 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _of(right: Sequence[float]) -> dict[str, Any]:
+    from recipes.exam import interval
+
+    return {"share": sum(right) / len(right), "interval": interval(right)}
+
+
 def text(found: Mapping[str, Any]) -> list[str]:
     lines = [f"{'right answers':<22}{'base':>16}{'sft':>16}{'expert':>16}{'student':>16}   (95 % intervals)"]
     for name, of in found.items():
@@ -149,6 +156,10 @@ def text(found: Mapping[str, Any]) -> list[str]:
             shares = "".join(f"{of[w]['share']:>7.0%} ({of[w]['interval'][0]:.0%}-{of[w]['interval'][1]:.0%})".rjust(16)
                              for w in ("base", "sft", "expert", "student"))  # fmt: skip
             lines.append(f"{name:<22}{shares}")
+    mean, low, high = found["all"]["gain_sft"]
+    lines.append(
+        f"sft: {mean:+.1%} over all held-out tasks ({low:+.1%} to {high:+.1%}), from {found['all']['base']['share']:.1%}"
+    )
     for name, of in found.items():
         if "kept" in of:
             mean, low, high = of["gain_rl"]
