@@ -28,9 +28,9 @@ def test_every_stage_composes(tmp_path: Path) -> None:
 
 
 def test_words_are_for_a_stage_or_for_all() -> None:
-    folder, own = posttrain._read(["dir=x", "sft:optim.lr=1e-3", "wandb.mode=disabled", "rl-words:run.steps=3"])
+    folder, own = posttrain._read(["dir=x", "sft:optim.lr=1e-3", "wandb.mode=disabled", "rl-counting:run.steps=3"])
     assert folder == Path("x")
-    assert own == {"sft": ["optim.lr=1e-3"], "": ["wandb.mode=disabled"], "rl-words": ["run.steps=3"]}
+    assert own == {"sft": ["optim.lr=1e-3"], "": ["wandb.mode=disabled"], "rl-counting": ["run.steps=3"]}
     with pytest.raises(UserError, match="no such stage; the nearest is sft"):
         posttrain._read(["sfft:run.steps=3"])
 
