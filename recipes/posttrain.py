@@ -133,12 +133,15 @@ def report(folder: Path) -> dict[str, Any]:
                 "gain_rl": gain(each["sft"], each["expert"]),
                 "gain_student": gain(each["sft"], each["student"]),
             }
+    together: list[list[float]] = [[], []]
     for kind, names in EXPERTS.items():
         before, after, learnt = (
             [r for name in names for r in grades.of(name)] for grades in (tuned, exam(f"rl-{kind}", -1), student)
         )
-        kept = (sum(learnt) - sum(before)) / max(1, sum(after) - sum(before))
+        together = [together[0] + before, together[1] + after]
+        kept = (sum(learnt) - sum(before)) / (sum(after) - sum(before)) if sum(after) > sum(before) else 0.0
         found[f"rl-{kind}"] = {"gain_rl": gain(before, after), "gain_student": gain(before, learnt), "kept": kept}
+    found["all"]["gain_rl"] = gain(*together)
     _picture(found, folder / "posttrain.png")
     return found
 
@@ -160,6 +163,8 @@ def text(found: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"sft: {mean:+.1%} over all held-out tasks ({low:+.1%} to {high:+.1%}), from {found['all']['base']['share']:.1%}"
     )
+    mean, low, high = found["all"]["gain_rl"]
+    lines.append(f"rl: {mean:+.1%} more over the tasks of all experts ({low:+.1%} to {high:+.1%})")
     for name, of in found.items():
         if "kept" in of:
             mean, low, high = of["gain_rl"]
