@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import data
 import k3
@@ -16,12 +13,11 @@ import parallel
 from data.tasks import Tasks
 from k3 import Engine
 from parallel.schedule import ParallelModel
-from parallel.together import from_first, told_once
 from parallel.world import World
-from recipes import processes, recall
+from recipes import recall
 from recipes.assemble import DTYPES
 from recipes.config import Config, Measure
-from recipes.console import console, say, show_logs
+from recipes.console import say
 from recipes.dialogue import Dialogue
 from recipes.exam import Exam, interval
 from recipes.initial import initial
@@ -31,26 +27,17 @@ from recipes.phases.pretrain import prepare
 from recipes.precision import low_precision
 from recipes.rewards.judge import Judge
 from recipes.tokens import tokenizer_of
-from recipes.training import MISTAKES
+from recipes.training import together
 
 
 def evaluate(cfg: Config) -> int:
     """Measures and prints what `eval.what` names; into `eval.out` as JSON, too. Every rank calls it."""
-    processes.follow(os.environ)
-    show_logs()
-    if cfg.run.threads is not None:
-        torch.set_num_threads(cfg.run.threads)
-    world = parallel.start(cfg.parallel, cfg.run.device.name)
-    console.quiet = world.rank > 0
-    try:
-        with told_once(world, MISTAKES):
-            found = measure(from_first(world, lambda: cfg), world)
-            if cfg.eval.out is not None and world.rank == 0:
-                Path(cfg.eval.out).parent.mkdir(parents=True, exist_ok=True)
-                Path(cfg.eval.out).write_text(json.dumps(found, indent=1) + "\n")
-        return 0
-    finally:
-        parallel.stop()
+    with together(cfg) as (cfg, world):
+        found = measure(cfg, world)
+        if cfg.eval.out is not None and world.rank == 0:
+            Path(cfg.eval.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(cfg.eval.out).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
 
 
 def measure(cfg: Config, world: World) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,13 @@ def train(cfg: Config) -> int:
     Every rank calls it, and all go by rank 0's `cfg`. Returns the exit code: 0 when complete or stopped by SIGTERM or SIGUSR1
     with everything saved, 130 after Ctrl-C, 1 when training failed. Raises UserError or DataError for what the user can mend.
     """
+    with together(cfg) as (cfg, world):
+        return run(cfg, world)
+
+
+@contextmanager
+def together(cfg: Config) -> Iterator[tuple[Config, World]]:
+    """The ranks of `cfg`'s layout, with rank 0's `cfg` on all; the first alone is heard, and mistakes are told once."""
     processes.follow(os.environ)
     show_logs()
     if cfg.run.threads is not None:
@@ -59,7 +68,7 @@ def train(cfg: Config) -> int:
     console.quiet = world.rank > 0
     try:
         with told_once(world, MISTAKES):
-            return run(from_first(world, lambda: cfg), world)
+            yield from_first(world, lambda: cfg), world
     finally:
         parallel.stop()
 

@@ -190,8 +190,20 @@ def test_wrong_inputs_are_named() -> None:
         model(x + 250)
     with pytest.raises(ValueError, match="document_starts"):
         model(x, document_starts=torch.zeros(1, 7, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"loss_mask has shape \(1, 1, 8\)"):
-        model(x, labels=x, loss_mask=torch.ones(1, 1, 8, dtype=torch.bool))
+    for shape in ((3, 1, 8), (2, 1, 7)):
+        with pytest.raises(ValueError, match=r"loss_mask has shape \(\d, 1, \d\)"):
+            model(x, labels=x, loss_mask=torch.ones(shape, dtype=torch.bool))
+
+
+def test_a_mask_of_one_row_leaves_the_mtp_layers_out() -> None:
+    """Their losses, and their gradients, which are zero and not missing."""
+    model = randomise(k3.build(k3.preset("tiny"))).train()
+    x = tokens(2, 8)
+    whole = model(x, labels=x)
+    alone = model(x, labels=x, loss_mask=torch.ones(1, 2, 8, dtype=torch.bool))
+    assert alone.shape == (1, 2, 8) and torch.equal(alone[0, :, :-1], whole[0, :, :-1])
+    alone.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.mtp.parameters())
 
 
 def test_generation_is_greedy_seeded_and_stops() -> None:
