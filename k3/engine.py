@@ -98,7 +98,7 @@ class Engine:
             raise ValueError(f"draft={draft}: needs a model with an MTP layer, which proposes the tokens; give 0")
         self.draft, self._drafts = draft, Drafts(self.stage) if draft else None
         shapes = Shapes(self.stage, draft)
-        if any(not isinstance(layer.kv_b_proj, Column) for layer in shapes.mla):
+        if not self.takes(model):
             raise ValueError("the model was built with low_precision, which generation does not honour; build it without")
         self.slots, self.block = -(-slots // self.unit) * self.unit, block
         self.stats = Stats()
@@ -108,6 +108,11 @@ class Engine:
         self._slots = Slots(shapes, self.slots)
         self._bench = Slots(shapes, max(1, PREFILL_TOKENS // block))  # where prompts are computed
         self._reset()
+
+    @staticmethod
+    def takes(model: Model) -> bool:
+        """Whether it generates with a whole model: not with one that was built with low_precision."""
+        return all(isinstance(layer.kv_b_proj, Column) for layer in Shapes(model.stages[0]).mla)
 
     def _reset(self) -> None:
         self._active: list[Trajectory] = []  # in the first rows of the slots, the token last drawn not yet passed through

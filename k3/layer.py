@@ -85,19 +85,27 @@ class MTPLayer(nn.Module):
         return self.draft_proj(*(bank[i] for i in self.blocks), state) if hasattr(self, "draft_proj") else state
 
     def forward(self, state: Tensor, next_embedding: Tensor, context: Context) -> Tensor:
-        return self.unrolled(state, next_embedding, context)[0]
+        return saving(self.activations.layer, self._whole, context, state, next_embedding)
+
+    def _whole(self, context: Context, state: Tensor, next_embedding: Tensor) -> Tensor:
+        x = self.eh_proj(self.enorm(next_embedding), self.hnorm(state))
+        x = x + saving(self.activations.attention, self._attention, context, x)
+        return x + saving(self.activations.feed_forward, self._feed_forward, context, x)
+
+    def _attention(self, context: Context, x: Tensor) -> Tensor:
+        return self.attention(self.input_layernorm(x), context)
 
     def unrolled(self, state: Tensor, next_embedding: Tensor, context: Context, *earlier: Tensor) -> tuple[Tensor, Tensor]:
         """One step more on the layer's own outputs: its state, and the latents that later steps find in `earlier` (k3/mla.py)."""
-        return saving(self.activations.layer, self._whole, context, state, next_embedding, *earlier)
+        return saving(self.activations.layer, self._step, context, state, next_embedding, *earlier)
 
-    def _whole(self, context: Context, state: Tensor, next_embedding: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(self, context: Context, state: Tensor, next_embedding: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor]:
         x = self.eh_proj(self.enorm(next_embedding), self.hnorm(state))
-        out, latents = saving(self.activations.attention, self._attention, context, x, *earlier)
+        out, latents = saving(self.activations.attention, self._attention_ahead, context, x, *earlier)
         x = x + out
         return x + saving(self.activations.feed_forward, self._feed_forward, context, x), latents
 
-    def _attention(self, context: Context, x: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor]:
+    def _attention_ahead(self, context: Context, x: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor]:
         return self.attention.unrolled(self.input_layernorm(x), context, *earlier)
 
     def _feed_forward(self, context: Context, x: Tensor) -> Tensor:

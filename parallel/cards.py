@@ -215,5 +215,8 @@ class CardTable(Mapping[str, Card]):
     def trained(self) -> Iterator[tuple[Card, torch.nn.Parameter]]:
         """(card, parameter) of everything that gradients train, in the model's order: not what is frozen (`requires_grad`)."""
         for name, card in self._cards.items():
-            if card.optimizer is not Optimizer.BALANCE and self._tensors[name].requires_grad:
-                yield card, cast("torch.nn.Parameter", self._tensors[name])
+            tensor = self._tensors[name]
+            # a plain tensor, as in `k3 bench muon`, is given its gradients
+            frozen = type(tensor).__name__ == "Parameter" and not tensor.requires_grad
+            if card.optimizer is not Optimizer.BALANCE and not frozen:
+                yield card, cast("torch.nn.Parameter", tensor)

@@ -35,7 +35,8 @@ class Sample(Callback):
         prompt = torch.tensor([self.tokenizer.encode(self.prompt)], dtype=torch.int64, device=world.device)
         whole = unwrap(trainer.module)
         trainer.module.eval()
-        model = whole if whole.is_whole else _logits(trainer.model)
+        engine = whole.is_whole and k3.Engine.takes(whole)
+        model = whole if engine else _logits(trainer.model)
         with whole.fixed_weights():
             tokens = k3.generate(model, prompt, self.tokens, temperature=TEMPERATURE, top_k=TOP_K, seed=self.seed)
         text = self.tokenizer.decode(tokens[0].tolist())

@@ -42,7 +42,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, tuple[
 def test_every_component_has_its_line(capsys: pytest.CaptureFixture[str]):
     lines = printed(capsys)
     wanted = ["python", "torch", "driver", "gpu", "nccl", "megatron-core", "emerging-optimizers", "triton", "fla-core"]
-    wanted += ["transformer-engine", "apex", "deepspeed", "slurm", "wandb"]
+    wanted += ["transformer-engine", "apex", "deepspeed", "slurm", "wandb", "sandbox"]
     wanted += [f"kernel {name}" for name in ("kda", "attention", "experts", "newton-schulz", "adamw")]
     assert list(lines) == [*wanted, "precision fp8", "precision mxfp8"]
     for name in ("torch", "megatron-core", "emerging-optimizers", "fla-core", "wandb"):
