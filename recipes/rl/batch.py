@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
+from data.sft import packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +46,10 @@ class Sampled:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Numbers of items for each row: the longest first, each into the fullest row that has room.
-
-    Raises ValueError for an item longer than a row.
-    """
-    rows: list[tuple[int, list[int]]] = []
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if (size := lengths[item]) > capacity:
-            raise ValueError(f"a sequence of {size} tokens does not fit a row of {capacity}")
-        fits = [(capacity - used - size, place) for place, (used, _) in enumerate(rows) if used + size <= capacity]
-        if fits:
-            _, place = min(fits)
-            rows[place] = (rows[place][0] + size, [*rows[place][1], item])
-        else:
-            rows.append((size, [item]))
-    return [items for _, items in rows]
+    """Numbers of items for each row, best-fit as in fine-tuning. Raises ValueError for an item longer than a row."""
+    if lengths and (size := max(lengths)) > capacity:
+        raise ValueError(f"a sequence of {size} tokens does not fit a row of {capacity}")
+    return packing.pack(np.array(lengths, dtype=np.int64), capacity)
 
 
 def collate(rows: Sequence[Sequence[Sampled]], length: int, fill: int) -> PolicyBatch:
