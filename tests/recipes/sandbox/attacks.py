@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+DESCRIPTORS = 1 << 16  # numbers that are tried: a caller with many files open hands on high ones
+
 
 def fine(request: Any) -> Any:
     return request
@@ -149,7 +151,7 @@ def quiet_network(port: int) -> list[str]:
 
 
 def close_everything(_: Any) -> None:
-    os.closerange(0, 64)
+    os.closerange(0, DESCRIPTORS)
     time.sleep(1000)
 
 
@@ -160,7 +162,7 @@ def chatter(_: Any) -> None:
 
 
 def forge(_: Any) -> None:
-    for descriptor in range(3, 64):
+    for descriptor in range(3, DESCRIPTORS):
         with contextlib.suppress(OSError):
             os.write(descriptor, b'{"value": 1, "token": "guess"}\n')
     os._exit(0)
@@ -205,7 +207,7 @@ def secrets(paths: list[str]) -> list[str]:
     ]:
         with contextlib.suppress(OSError):
             found.append(path + str(os.listdir(path) if os.path.isdir(path) else Path(path).read_bytes()[:20]))
-    for descriptor in range(3, 256):
+    for descriptor in range(3, DESCRIPTORS):
         with contextlib.suppress(OSError):
             found.append(f"descriptor {descriptor}: {os.fstat(descriptor).st_mode:o}")
     return found
