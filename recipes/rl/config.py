@@ -16,7 +16,7 @@ class Effort(Enum):
 
 
 class Even(Enum):
-    drop = "drop"  # left out of the update, to which they add nothing but time; where all groups are, they stay
+    drop = "drop"  # left out of the update, to which they add nothing but time; where all groups are, one stays
     keep = "keep"
 
 

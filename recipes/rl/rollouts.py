@@ -148,10 +148,13 @@ class Rollouts:
         return self._batch([one for group in self._learnt(told) for one in group.sampled], index)
 
     def _learnt(self, told: Sequence[Told]) -> Sequence[Told]:
-        """The groups that the update is computed from: whose advantages are all zero, a fresh one adds nothing to it."""
+        """The groups that the update is computed from: whose advantages are all zero, a fresh one adds nothing to it.
+
+        Where all are, one stays: an update needs rows.
+        """
         if self.teach is not None or self.cfg.even is Even.keep:
             return told
-        return [group for group in told if len(set(group.rewards)) > 1] or told
+        return [group for group in told if len(set(group.rewards)) > 1] or told[:1]
 
     def check(self) -> None:
         """Raises UserError where prompts of the first step do not fit a row: before anything is written. Alike on all ranks."""

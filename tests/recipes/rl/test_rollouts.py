@@ -19,7 +19,7 @@ from recipes.errors import UserError
 from recipes.rewards.judge import Verdict
 from recipes.rl.batch import Sampled
 from recipes.rl.config import BudgetConfig, Effort, Even, RlConfig
-from recipes.rl.rollouts import Rollouts
+from recipes.rl.rollouts import Rollouts, Told
 from tests.k3.randomise import randomise
 
 SEED, STOP = 5, tuple(range(0, 256, 8))
@@ -159,7 +159,9 @@ def test_groups_without_a_difference_are_left_out(model: k3.Model) -> None:
     for all_of_them, some in zip(every, learnt):
         groups = [all_of_them[first : first + 4] for first in range(0, len(all_of_them), 4)]
         mixed = [one for group in groups if any(one.advantage for one in group) for one in group]
-        assert [one.tokens for one in some] == [one.tokens for one in mixed or all_of_them]
+        assert [one.tokens for one in some] == [one.tokens for one in mixed or groups[0]]
+    even = [Told(number, "odd", Effort.none, [], [1.0, 1.0], [1.0, 1.0], [], 0) for number in range(3)]
+    assert dropped._learnt(even) == even[:1] and kept._learnt(even) == even
 
 
 def test_what_waits_is_kept_as_it_was_when_it_was_asked_for(model: k3.Model) -> None:
