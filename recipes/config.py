@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.config import DataConfig
+from data.config import SHORTEST_RECALL, DataConfig
 from data.tasks.config import TasksConfig
 from k3.activations import OPTIONS as ACTIVATIONS
 from k3.activations import ActivationConfig
@@ -133,11 +133,13 @@ class Measure(Enum):
     heldout = "heldout"  # the loss on held-out text
     tasks = "tasks"  # exact answers to held-out tasks
     recall = "recall"  # answers that stand far back, by length
+    context = "context"  # the held-out loss of the same targets in rows of each length, and by their place in the longest
+    draft = "draft"  # how often the model accepts what its MTP layer proposes
 
 
 @dataclass
 class EvalConfig:
-    what: list[Measure] = field(default_factory=lambda: list(Measure))
+    what: list[Measure] = field(default_factory=lambda: [Measure.heldout, Measure.tasks, Measure.recall, Measure.context])
     out: str | None = None  # a JSON file for the numbers; null: they are printed alone
 
 
@@ -202,7 +204,10 @@ JOBS: dict[str, tuple[str, ...]] = {
     "distill": ("recipe", *TRAINING, "tasks", "rewards", "exam", "rl", "distill"),
     "draft": ("recipe", *TRAINING, "draft"),
     "submit": ("recipe", *TRAINING, *SUBMITTING),
-    "eval": ("model", "data", "parallel", "activations", "precision", "qat", "tasks", "rewards", "exam", "recall", "run", "eval"),
+    "eval": (
+        "model", "data", "parallel", "activations", "precision", "qat", "tasks", "rewards", "exam", "recall", "draft", "run",
+        "eval",
+    ),
     "prove": ("phase", "recipe", "model", "optim", "parallel", "activations", "qat", "prove"),
     "estimate": (
         "recipe", "model", "optim", "parallel", "activations", "precision", "qat", "data", "gpu", "gpus", "search", "estimate",
@@ -211,6 +216,12 @@ JOBS: dict[str, tuple[str, ...]] = {
 
 # options that are files, which set values of any section: `recipe=nano`
 FILES: dict[str, tuple[str, ...]] = {"recipe": tuple(sorted(path.stem for path in (CONF / "recipe").glob("*.yaml")))}
+
+
+def recall_lengths(cfg: Config) -> list[int]:
+    """Of the rows in which recall, and the worth of a longer context, are measured; ascending."""
+    whole = cfg.data.seq_length
+    return sorted(set(cfg.recall.lengths or [max(SHORTEST_RECALL, whole // 4), whole]))
 
 
 def cluster_of(file: Path) -> ClusterConfig:

@@ -16,13 +16,13 @@ from parallel.schedule import ParallelModel
 from parallel.world import World
 from recipes import recall
 from recipes.assemble import DTYPES
-from recipes.config import Config, Measure
+from recipes.config import Config, Measure, recall_lengths
 from recipes.console import say
 from recipes.dialogue import Dialogue
 from recipes.exam import Exam, interval
 from recipes.initial import initial
 from recipes.objective import counted
-from recipes.phases.extend import lengths_of
+from recipes.phases.draft import accepted, decoded, in_words
 from recipes.phases.pretrain import prepare
 from recipes.precision import low_precision
 from recipes.rewards.judge import Judge
@@ -52,6 +52,8 @@ def measure(cfg: Config, world: World) -> dict[str, Any]:
         Measure.heldout: _heldout,
         Measure.tasks: _tasks,
         Measure.recall: _recall,
+        Measure.context: _context,
+        Measure.draft: _draft,
     }
     return {what.name: of[what](cfg, wrapped) for what in cfg.eval.what}
 
@@ -86,7 +88,30 @@ def _tasks(cfg: Config, model: ParallelModel) -> dict[str, Any]:
 
 def _recall(cfg: Config, model: ParallelModel) -> dict[str, Any]:
     prepared = prepare(cfg, model.world)
-    found = recall.recall(model, data.recall(cfg.data, prepared, lengths_of(cfg), rows=cfg.recall.rows))
+    found = recall.recall(model, data.recall(cfg.data, prepared, recall_lengths(cfg), rows=cfg.recall.rows))
     for line in recall.table({"": found}):
         say(line)
     return {str(length): vars(one) for length, one in found.items()}
+
+
+def _context(cfg: Config, model: ParallelModel) -> dict[str, Any]:
+    lengths = recall_lengths(cfg)
+    sets = data.contexts(cfg.data, prepare(cfg, model.world), lengths)
+    by_length = recall.loss_by_length(model, sets)
+    by_place = recall.loss_by_position(model, sets[lengths[-1]], [0, *lengths])
+    for length, loss in by_length.items():
+        say(f"context     {loss:.4f} nats in rows of {length:,} tokens")
+    for (first, end), loss in by_place.items():
+        say(f"  of {lengths[-1]:,}:  {loss:.4f} nats of the tokens from {first:,} to {end:,}")
+    places = {f"{first}-{end}": loss for (first, end), loss in by_place.items()}
+    return {"rows": {str(length): loss for length, loss in by_length.items()}, "places": places}
+
+
+def _draft(cfg: Config, model: ParallelModel) -> dict[str, Any]:
+    steps = cfg.draft.steps
+    batches = data.heldout(cfg.data, prepare(cfg, model.world), 1 + steps)
+    found = vars(accepted(model, batches))
+    if low_precision(cfg.precision.name) is None:  # generation does not honour it
+        found |= decoded(Engine(model.module, draft=steps), batches, model.world)  # type: ignore[arg-type]
+    say(f"draft       {in_words(found)}")
+    return found

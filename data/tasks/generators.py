@@ -7,8 +7,9 @@ import importlib.util
 import json
 import warnings
 from dataclasses import fields
+from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from data.errors import DataError
 from data.tasks.presets import PRESETS
@@ -82,12 +83,28 @@ def _dataset(name: str, parameters: str) -> Any:
                 f"tasks.parameters.{name}.{key}: no such parameter{_nearest(key, allowed)}; there are {', '.join(allowed)}"
             )
     try:
-        return _library().create_dataset(name, seed=0, **chosen)
+        return _library().create_dataset(name, seed=0, **_typed(known[name][1], chosen))
     except Exception as error:  # its checks are assertions, its defects anything
         shown = ", ".join(f"tasks.parameters.{name}.{key}={value}" for key, value in chosen.items())
         raise DataError(
             f"{shown or f'tasks.generators={name}'}: reasoning-gym refuses: {error or type(error).__name__}"
         ) from error
+
+
+def _typed(config: type, chosen: dict[str, Any]) -> dict[str, Any]:
+    """The parameters with words in place of members of an enumeration made such members. Raises ValueError for no such member."""
+    hints = get_type_hints(config)
+
+    def typed(hint: Any, value: Any) -> Any:
+        if isinstance(value, list) and get_args(hint):
+            return [typed(get_args(hint)[0], one) for one in value]
+        if not (isinstance(hint, type) and issubclass(hint, Enum)):
+            return value
+        if value not in (known := [member.value for member in hint]):
+            raise ValueError(f"{value} is none of {', '.join(map(str, known))}")
+        return hint(value)
+
+    return {key: typed(hints[key], value) for key, value in chosen.items()}
 
 
 def _nearest(word: str, known: Any) -> str:

@@ -6,6 +6,7 @@ The text is that of pretraining: what counts is the model's own distribution on 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,32 +185,32 @@ class Acceptance(Callback):
     def complete(self, trainer: Trainer) -> None:
         records = [json.loads(line) for line in (self.folder / RECORD).read_text().splitlines()]
         found = {record["step"]: record for record in records}  # a resumed run may have written a step twice
-        lines = [f"draft, step {step}: {_words(found[step])}" for step in sorted({min(found), max(found)})]
+        lines = [f"draft, step {step}: {in_words(found[step])}" for step in sorted({min(found), max(found)})]
         trainer.results.setdefault("report", []).extend(lines)
 
     def _measure(self, trainer: Trainer, step: int) -> dict[str, Any]:
         found = vars(accepted(trainer.model, self.batches))
         if self.engine is not None:
-            found |= self._decode(trainer.objective.world)
+            found |= decoded(self.engine, self.batches, trainer.objective.world)
         if trainer.objective.world.rank == 0:
             with (self.folder / RECORD).open("a") as file:
                 file.write(json.dumps({"step": step, **found}) + "\n")
-        say(f"step {step}: draft on held-out text {_words(found)}")
+        say(f"step {step}: draft on held-out text {in_words(found)}")
         return {f"draft/heldout/{name}": value for name, value in found.items() if isinstance(value, float)}
 
-    def _decode(self, world: World) -> dict[str, float]:
-        """Real decoding of continuations of held-out text. Data ranks share the prompts."""
-        assert self.engine is not None
-        rows = [row for batch in self.batches for row in batch.tokens[:, :PROMPT].tolist()][:PROMPTS]
-        mine = [Trajectory(row, (i,)) for i, row in enumerate(rows)][world.data_rank :: world.data_size]
-        before = vars(self.engine.stats).copy()
-        self.engine.run(mine, Sampling(temperature=0.0, max_new_tokens=NEW))
-        now = [vars(self.engine.stats)[name] - before[name] for name in ("accepted", "proposed", "verified")]
-        taken, proposed, verified = (sum(column) for column in zip(*gather(world, now)))
-        return {"decoded_acceptance": taken / max(1, proposed), "decoded_tokens": 1 + taken / max(1, verified)}
+
+def decoded(engine: Engine, batches: list[Batch], world: World) -> dict[str, float]:
+    """Real decoding, with the engine's draft, of continuations of held-out text. Data ranks share the prompts."""
+    rows = [row for batch in batches for row in batch.tokens[:, :PROMPT].tolist()][:PROMPTS]
+    mine = [Trajectory(row, (i,)) for i, row in enumerate(rows)][world.data_rank :: world.data_size]
+    before = vars(engine.stats).copy()
+    engine.run(mine, Sampling(temperature=0.0, max_new_tokens=NEW))
+    now = [vars(engine.stats)[name] - before[name] for name in ("accepted", "proposed", "verified")]
+    taken, proposed, verified = (sum(column) for column in zip(*gather(world, now)))
+    return {"decoded_acceptance": taken / max(1, proposed), "decoded_tokens": 1 + taken / max(1, verified)}
 
 
-def _words(found: dict[str, Any]) -> str:
+def in_words(found: Mapping[str, Any]) -> str:
     rates = lambda name: " ".join(f"{100 * x:.0f}" for x in found[name])
     text = (
         f"accepted by step {rates('sampling')} % sampling, {rates('greedy')} % greedily; "

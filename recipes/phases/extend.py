@@ -12,7 +12,7 @@ from typing import Any
 import data
 from parallel.world import World
 from recipes import recall
-from recipes.config import Config
+from recipes.config import Config, recall_lengths
 from recipes.console import say
 from recipes.objective import Counted
 from recipes.phases import pretrain
@@ -27,16 +27,10 @@ class Phase(pretrain.Phase):
 
     def __init__(self, cfg: Config, world: World):
         super().__init__(cfg, world)
-        self.asked = data.recall(cfg.data, self.prepared, lengths_of(cfg), rows=cfg.recall.rows)
+        self.asked = data.recall(cfg.data, self.prepared, recall_lengths(cfg), rows=cfg.recall.rows)
 
     def measures(self, folder: RunFolder) -> list[Callback]:
         return [*super().measures(folder), Recall(self.asked, folder.path)]
-
-
-def lengths_of(cfg: Config) -> list[int]:
-    """Of the rows in which recall is measured."""
-    whole = cfg.data.seq_length
-    return sorted(set(cfg.recall.lengths or [max(data.config.SHORTEST_RECALL, whole // 4), whole]))
 
 
 class Recall(Callback):

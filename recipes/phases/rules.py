@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from data.config import SHORTEST_RECALL, ChatMode
 from recipes.coming import TRAINING as TRAINED
-from recipes.config import Config, Measure, Precision
+from recipes.config import Config, Measure, Precision, recall_lengths
 from recipes.errors import shown
 from recipes.phases import PHASES
 from recipes.rl import config as rl
@@ -28,6 +28,11 @@ def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
             yield "run.init", None, f"k3 {job} begins with a model; give its run, a checkpoint or a published folder"
         elif cfg.data.tokenizer == "train":
             yield "data.tokenizer", "train", "the model reads its own tokens, and no tokenizer.json is beside it; give that file"
+    if job == "eval" and Measure.context in cfg.eval.what:
+        lengths = recall_lengths(cfg)
+        if uneven := [length for length in lengths if length < 1 or lengths[-1] % length]:
+            why = f"eval.what=[context] cuts the same targets into rows of each, which must divide the longest, {lengths[-1]}"
+            yield "recall.lengths", lengths, f"{why}; leave out {', '.join(map(str, uneven))}"
     if job == "extend" or (job == "eval" and Measure.recall in cfg.eval.what):
         if not cfg.recall.lengths and cfg.data.seq_length < SHORTEST_RECALL:
             why = f"recall is measured in such rows, and they must have room for facts; give {SHORTEST_RECALL} or recall.lengths"
@@ -48,12 +53,10 @@ def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
         yield from _generation(cfg, job)
     if job == "rl" and cfg.rl.effort is not rl.Effort.none and cfg.data.chat.mode is ChatMode.instruct:
         yield "rl.effort", cfg.rl.effort, NO_THOUGHT
-    if job == "draft" or (job == "prove" and cfg.phase == "draft"):
+    if job == "draft" or (job == "prove" and cfg.phase == "draft") or (job == "eval" and Measure.draft in cfg.eval.what):
         yield from _draft(cfg)
     if job == "distill":
         yield from _distillation(cfg)
-    if job == "draft" or (job == "prove" and cfg.phase == "draft"):
-        yield from _draft(cfg)
 
 
 NO_THOUGHT = "data.chat.mode=instruct answers without thinking, and has no effort to state; give data.chat.mode=thinking, or none"
@@ -183,11 +186,16 @@ IDLE: list[Rule] = [
     *_rules(("ramp", "long", "seed"), lambda c: c.phase == "eval", "k3 eval reads the same held-out rows always", "data."),
     ("exam.enabled", (lambda c: c.phase == "eval", "eval.what says what is measured")),
     *_rules(("tasks", "rewards", "exam", "data.chat"), _measures_no(Measure.tasks), "eval.what has no tasks"),
-    ("recall", (_measures_no(Measure.recall), "eval.what has no recall")),
-    ("data.heldout_tokens", (_measures_no(Measure.heldout), "eval.what has no heldout")),
+    ("recall.rows", (_measures_no(Measure.recall), "eval.what has no recall")),
+    ("recall.lengths", (_measures_no(Measure.recall, Measure.context), "eval.what has neither recall nor context")),
+    ("draft", (_measures_no(Measure.draft), "eval.what has no draft")),
+    (
+        "data.heldout_tokens",
+        (_measures_no(Measure.heldout, Measure.context, Measure.draft), "eval.what has neither heldout, context nor draft"),
+    ),
     *_rules(
         ("corpus", "cache", "heldout_fraction", "batch_size", "micro_batch_size", "seq_length"),
-        _measures_no(Measure.heldout, Measure.recall),
+        _measures_no(Measure.heldout, Measure.recall, Measure.context, Measure.draft),
         "eval.what reads no text",
         "data.",
     ),

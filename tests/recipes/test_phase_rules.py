@@ -53,6 +53,8 @@ REFUSED = [  # verb, words behind run.init, what the message must hold
     ("distill", EXPERTS, "distill.teachers: chain_sum: x: neither a checkpoint, nor a run folder"),
     ("eval", "parallel.pp=2", "give 1, or eval.what without tasks"),
     ("eval", "run.resume=here", "run.resume=here"),
+    ("eval", "eval.what=[context] recall.lengths=[96,256]", "must divide the longest, 256; leave out 96"),
+    ("eval", "eval.what=[draft] parallel.cp=2", "what the model says of later tokens lies on other context ranks; give 1"),
 ]
 IGNORED = [  # verb, words behind run.init: the last one would do nothing
     *[("extend", w) for w in ("data.chat.mode=instruct", "data.chat.path=x")],
@@ -79,7 +81,8 @@ IGNORED = [  # verb, words behind run.init: the last one would do nothing
         ("eval", f"eval.what=[heldout] {w}")
         for w in ("tasks.seed=3", "rewards.seconds=3", "recall.rows=3", "data.chat.mode=thinking")
     ],
-    *[("eval", f"eval.what=[tasks] {w}") for w in ("data.corpus=.", "data.heldout_tokens=3", "recall.rows=3")],
+    *[("eval", f"eval.what=[tasks] {w}") for w in ("data.corpus=.", "data.heldout_tokens=3", "recall.rows=3", "draft.steps=3")],
+    *[("eval", f"eval.what={w}") for w in ("[context] recall.rows=3", "[heldout] recall.lengths=[64]")],
 ]
 
 

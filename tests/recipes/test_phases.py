@@ -107,16 +107,27 @@ def test_states_wait_in_the_checkpoint(pretrained: Path, whole: dict[str, Path])
     assert facts["states"]["ranks"][0] and facts["lengths"]
 
 
-@pytest.mark.parametrize("what", ["heldout", "tasks", "recall"])
+@pytest.mark.parametrize("what", ["heldout", "tasks", "recall", "context", "draft"])
 def test_eval_measures_what_it_is_asked(what: str, pretrained: Path) -> None:
     texts = [f"data.corpus={pretrained / 'corpus'}", f"data.cache={pretrained / 'cache'}", "data.seq_length=128"]
     more = {
         "heldout": [*texts, "data.heldout_tokens=300"],
         "tasks": ["tasks.generators=[]", f"tasks.folder={pretrained / 'tasks'}", "tasks.heldout=4", "exam.max_new_tokens=4"],
         "recall": [*texts, "recall.rows=2"],
+        "context": [*texts, "data.heldout_tokens=512", "recall.lengths=[64,128]"],
+        "draft": [*texts, "data.heldout_tokens=300", "draft.steps=2"],
     }[what]
     out = pretrained / f"eval-{what}.json"
     assert evaluate(compose([f"run.init={pretrained / 'base'}", f"eval.what=[{what}]", f"eval.out={out}", *more], "eval")) == 0
     found = json.loads(out.read_text())[what]
-    names = {"heldout": {"loss", "bigram"}, "tasks": {"all", "sums", "words"}, "recall": {"128"}}[what]
-    assert names <= found.keys()
+    names = {
+        "heldout": {"loss", "bigram"},
+        "tasks": {"all", "sums", "words"},
+        "recall": {"128"},
+        "context": {"rows", "places"},
+        "draft": {"sampling", "greedy", "tokens_greedy", "decoded_tokens"},
+    }
+    assert names[what] <= found.keys()
+    if what == "context":
+        assert found["rows"].keys() == {"64", "128"} and found["places"].keys() == {"0-64", "64-128"}
+        assert sum(found["places"].values()) / 2 == pytest.approx(found["rows"]["128"], rel=1e-6)

@@ -98,6 +98,12 @@ def test_own_score_judges_equal_forms() -> None:
     assert own_score(task, task.answer) == 1.0 and own_score(task, "no number") < 1.0
 
 
+def test_words_stand_for_members_of_an_enumeration() -> None:
+    """Which the command line cannot give."""
+    one = Generator("aiw", {"task_types": ["siblings"], "task_type_weights": [1.0], "max_entities": 20})
+    assert all("sisters" in one.task(i).prompt for i in range(20))
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -111,6 +117,10 @@ def test_own_score_judges_equal_forms() -> None:
         ),
         ({"parameters": {"gcd": {"max_value": 0}}}, "reasoning-gym refuses: max_value must be > min_value"),
         ({"parameters": {"lcm": {"max_value": 9}}}, "tasks.parameters.lcm: not among tasks.generators"),
+        (
+            {"generators": ["aiw"], "parameters": {"aiw": {"task_types": ["sibling"]}}},
+            "reasoning-gym refuses: sibling is none of siblings, friends, colleagues",
+        ),
         ({"parameters": {"gcd": {"seed": 9}}}, "tasks.parameters.gcd.seed: is chosen for you"),
         ({"preset": "tiny"}, "tasks.preset=tiny: no such preset; there are small and null"),
         ({"generators": []}, "there is no tasks.folder either"),
