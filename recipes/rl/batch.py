@@ -5,8 +5,9 @@ Legend: B rows, T tokens a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ class PolicyBatch(Batch):
     fresh: Tensor  # [B, T] bool: that policy is the one that is trained now, from the first token on
     advantage: Tensor | None = None  # [B, T] float64
     teacher: Tensor | None = None  # [B, T] float64: log-probability under the teacher, instead of advantages
+    times: Tensor | None = None  # [B, T] float64: how often the label was drawn; None: once each
 
 
 @dataclass
@@ -38,11 +40,24 @@ class Sampled:
     stale: int = 0  # of `tokens` the first so many were drawn in earlier steps
     advantage: float | None = None
     teacher: Sequence[float] | None = None  # one for each of `tokens`
+    times: int = 1  # that its group holds it: what is the same is computed once
     teacher_prompt: Sequence[int] | None = None  # what the teacher was asked
 
     def __len__(self) -> int:
         """Places in a row: every token but the last predicts one."""
         return len(self.prompt) + len(self.tokens) - 1
+
+
+def once(group: Iterable[Sampled]) -> list[Sampled]:
+    """The trajectories of a group with `times` in place of repetitions: short answers of a sure policy are often the same."""
+    found: dict[tuple[Any, ...], Sampled] = {}
+    for one in group:
+        key = (tuple(one.tokens), tuple(one.behaviour), one.stale, one.advantage)
+        if key in found:
+            found[key].times += one.times
+        else:
+            found[key] = one
+    return list(found.values())
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -57,7 +72,7 @@ def collate(rows: Sequence[Sequence[Sampled]], length: int, fill: int) -> Policy
     shape = (len(rows), length)
     tokens, labels = np.full(shape, fill, np.int64), np.full(shape, fill, np.int64)
     starts, counted, filled, fresh = (np.zeros(shape, bool) for _ in range(4))
-    behaviour, advantage, teacher = (np.zeros(shape) for _ in range(3))
+    behaviour, advantage, teacher, times = (np.zeros(shape) for _ in range(4))
     starts[:, 0] = True
     every = [one for row in rows for one in row]
     taught = any(one.teacher is not None for one in every)
@@ -68,7 +83,7 @@ def collate(rows: Sequence[Sequence[Sampled]], length: int, fill: int) -> Policy
             tokens[b, at : at + size], labels[b, at : at + size] = whole[:-1], whole[1:]
             starts[b, at], filled[b, at : at + size] = True, True
             drawn = slice(at + len(one.prompt) - 1, at + size)
-            counted[b, drawn], behaviour[b, drawn] = True, one.behaviour
+            counted[b, drawn], behaviour[b, drawn], times[b, drawn] = True, one.behaviour, one.times
             fresh[b, drawn] = not one.stale  # later tokens follow from states that older weights have left
             if one.teacher is not None:
                 teacher[b, drawn] = one.teacher
@@ -88,4 +103,5 @@ def collate(rows: Sequence[Sequence[Sampled]], length: int, fill: int) -> Policy
         fresh=of(fresh),
         advantage=None if taught else of(advantage),
         teacher=of(teacher) if taught else None,
+        times=of(times) if any(one.times > 1 for one in every) else None,
     )

@@ -44,6 +44,14 @@ class PolicyObjective(Objective):
     def yardstick(self, losses: Sequence[float]) -> float | None:
         return None  # it lies around zero: what is many times its median says nothing
 
+    def denominators(self, micro_batches: Sequence[Batch]) -> Tensor:
+        """Counted tokens of the global batch, [1] float64, as often as they were drawn; at least 1."""
+        count = torch.zeros(1, dtype=torch.float64)
+        for batch in micro_batches:
+            assert isinstance(batch, PolicyBatch)
+            count += batch.loss_mask.sum() if batch.times is None else (batch.times * batch.loss_mask[0]).sum()
+        return self._sum(count, self.world.groups.dp).clamp(min=1)
+
     def share(self, losses: Tensor, denominators: Tensor, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
         """losses [1, B, T / context ranks] -> the scalar to differentiate, and NAMES' values [7] (detached)."""
         assert isinstance(batch, PolicyBatch)
@@ -52,6 +60,7 @@ class PolicyObjective(Objective):
             return stretch(x.to(losses.device), self.world)
 
         counted, fresh = own(batch.loss_mask[0]), own(batch.fresh)
+        times = counted.to(losses.dtype) if batch.times is None else own(batch.times).to(losses.dtype)
         log_p = -losses[0]
         log_ratio = torch.where(counted, log_p - own(batch.behaviour).to(losses.dtype), 0.0)
         if batch.teacher is not None:
@@ -62,12 +71,12 @@ class PolicyObjective(Objective):
         ratio = log_ratio.exp()
         kept = ratio.clamp(self.low, self.high)
         token = torch.where(counted, self.tau * log_ratio.square() - kept * advantage, 0.0)
-        loss = token.sum() / denominators[0].to(losses)
+        loss = (token * times).sum() / denominators[0].to(losses)
         with torch.no_grad():
             means = torch.stack([
                 token, ratio, (kept != ratio).to(losses.dtype), ratio - 1 - log_ratio, losses[0], advantage,
             ])  # fmt: skip
-            sums = torch.where(counted, means, 0.0).sum((1, 2)) / denominators[0].to(losses)
+            sums = torch.where(counted, means * times, 0.0).sum((1, 2)) / denominators[0].to(losses)
             mismatch = torch.where(fresh & counted, log_ratio.abs(), 0.0).max()
         return loss, torch.cat([sums, mismatch[None]])
 

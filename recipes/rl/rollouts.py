@@ -30,7 +30,7 @@ from parallel.together import gather
 from parallel.world import World
 from recipes.errors import UserError
 from recipes.rewards.judge import Verdict
-from recipes.rl.batch import Sampled, collate, pack
+from recipes.rl.batch import Sampled, collate, once, pack
 from recipes.rl.config import Effort, Even, RlConfig
 
 PROBES = 64  # prompts whose answers tell how long those of the initial model are
@@ -247,10 +247,10 @@ class Rollouts:
             most = self._budget(group.task.domain)
             rewards = [-1.0 if len(one.tokens) > most else s for one, s in zip(group.trajectories, scores)]
             mean = math.fsum(rewards) / len(rewards)
-            sampled = [
+            sampled = once(
                 Sampled(one.prompt, one.tokens, one.logprobs, old.get(one.key, 0), reward - mean)
                 for one, reward in zip(group.trajectories, rewards)
-            ]
+            )
             cut = sum(one.finished == "length" for one in group.trajectories)
             problems = [v.problem for v in verdict if v.problem is not None]
             yield Told(group.number, group.task.domain, group.effort, sampled, rewards, scores, problems, cut)
@@ -289,21 +289,24 @@ class Rollouts:
 
     def _report(self, told: Sequence[Told], seconds: float) -> None:
         rewards = [reward for group in told for reward in group.rewards]
-        lengths = [len(one.tokens) for group in told for one in group.sampled]
+        drawn = [(len(one.tokens), one.stale, one.times) for group in told for one in group.sampled]
+        count = sum(times for *_, times in drawn)
+        tokens = sum(length * times for length, _, times in drawn)
         by_domain: dict[str, list[float]] = {}
         for group in told:
             by_domain.setdefault(group.domain, []).extend(group.scores)
         problems = Counter(problem for group in told for problem in group.problems)
-        old = sum(one.stale for group in told for one in group.sampled)
+        old = sum(stale * times for _, stale, times in drawn)
         waiting = sum(gather(self.world, len(self.waiting) if self._speaks else 0))
         self.metrics = {
             "rl/reward": sum(rewards) / len(rewards),
             "rl/mixed_groups": sum(len(set(group.rewards)) > 1 for group in told) / len(told),
             "rl/groups": len(told),
             "rl/waiting_groups": waiting,
-            "rl/tokens": sum(lengths) / len(lengths),
-            "rl/cut": sum(group.cut for group in told) / len(lengths),
-            "rl/stale": old / max(1, sum(lengths)),
+            "rl/tokens": tokens / count,
+            "rl/cut": sum(group.cut for group in told) / count,
+            "rl/stale": old / max(1, tokens),
+            "rl/different": len(drawn) / count,
             "rl/seconds": seconds,
             **{f"rl/score/{domain}": sum(s) / len(s) for domain, s in sorted(by_domain.items())},
             **{f"rl/problems/{kind}": count for kind, count in sorted(problems.items())},

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.rl.batch import Sampled, collate, pack
+from recipes.rl.batch import Sampled, collate, once, pack
 
 FILL = 999
 sizes = st.lists(st.integers(1, 12), min_size=1, max_size=12)
@@ -30,6 +30,14 @@ def test_what_fits_no_row_is_refused() -> None:
         pack([3, 9], 8)
 
 
+def test_what_a_group_holds_several_times_is_there_once() -> None:
+    """Where anything differs that the loss reads, they stay apart."""
+    one = lambda tokens=(1, 2), behaviour=(-1.0, -2.0), stale=0, advantage=0.5: Sampled([7], tokens, behaviour, stale, advantage)
+    others = [one((1, 3)), one(behaviour=(-1.0, -2.5)), one(stale=1), one(advantage=0.25)]
+    found = once([one(), others[0], one(), *others[1:], one()])
+    assert [(f.tokens, f.times) for f in found] == [((1, 2), 3), *((o.tokens, 1) for o in others)]
+
+
 @st.composite
 def trajectories(draw: st.DrawFn) -> list[Sampled]:
     """With tokens that say which they are: no two are alike."""
@@ -41,6 +49,7 @@ def trajectories(draw: st.DrawFn) -> list[Sampled]:
         number += 100
         more: dict = {"teacher": [-float(t) - 0.25 for t in ids[prompt:]]} if taught else {"advantage": float(number)}
         drawn = [-float(t) for t in ids[prompt:]]
+        more["times"] = draw(st.integers(1, 3))
         made.append(Sampled(ids[:prompt], ids[prompt:], drawn, draw(st.integers(0, tokens)), **more))
     return made
 
@@ -73,11 +82,13 @@ def test_every_sampled_token_is_a_counted_label_once(made: list[Sampled], length
             assert counted.tolist() == [False] * (len(one.prompt) - 1) + [True] * len(one.tokens)
             assert batch.behaviour[b, first:end][counted].tolist() == one.behaviour
             assert batch.fresh[b, first:end][counted].tolist() == [not one.stale] * len(one.tokens)
+            assert one.times == 1 if batch.times is None else (batch.times[b, first:end][counted] == one.times).all()
             said = batch.advantage if one.teacher is None else batch.teacher
             assert said is not None and (batch.advantage is None) == (one.teacher is not None)
             assert said[b, first:end][counted].tolist() == (
                 [one.advantage] * len(one.tokens) if one.teacher is None else one.teacher
             )
     assert len(seen) == len(made)
-    for values in (batch.behaviour, batch.fresh, batch.advantage if batch.teacher is None else batch.teacher):
+    weights = mask if batch.times is None else batch.times
+    for values in (batch.behaviour, batch.fresh, weights, batch.advantage if batch.teacher is None else batch.teacher):
         assert values is not None and not values[~mask].any()

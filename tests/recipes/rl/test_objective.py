@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -85,6 +86,32 @@ def test_loss_gradient_and_report_are_the_formulas(taught: bool) -> None:
     assert not own.grad[~batch.loss_mask[0]].any()
     assert dict(zip(o.names, o.total([parts]))) == pytest.approx(named, rel=1e-12)
     assert 0 < named["policy/clipped"] < 1
+
+
+@pytest.mark.parametrize("taught", [False, True])
+def test_a_row_drawn_three_times_is_three_rows(taught: bool) -> None:
+    logits, batch = batch_of(taught=taught)
+    often = torch.tensor([1, 3, 2])
+    rows = {f.name: getattr(batch, f.name) for f in fields(batch) if getattr(batch, f.name) is not None}
+    three = PolicyBatch(**{"padding": None} | {
+        name: value.repeat_interleave(often, 1 if name == "loss_mask" else 0) for name, value in rows.items()
+    })  # fmt: skip
+    once = replace(batch, times=often[:, None].double().expand(B, T))
+    o = objective()
+    found = []
+    for weights, one in ((logits, once), (logits.repeat_interleave(often, 0), three)):
+        counts = o.denominators([one])
+        assert counts.tolist() == [float((often[:, None] * batch.loss_mask[0]).sum())]
+        own = weights.clone().requires_grad_()
+        loss, parts = o.share(losses_of(own, one), counts, one)
+        loss.backward()
+        assert own.grad is not None
+        found.append((loss.detach(), parts, own.grad))
+    (loss, parts, gradient), (of_three, their_parts, gradients) = found
+    torch.testing.assert_close(loss, of_three, rtol=1e-12, atol=0)
+    torch.testing.assert_close(parts, their_parts, rtol=1e-12, atol=0)
+    summed = torch.stack([part.sum(0) for part in gradients.split(often.tolist())])
+    torch.testing.assert_close(gradient, summed, rtol=1e-12, atol=1e-15)
 
 
 def test_micro_batches_add_up_and_the_mismatch_is_their_largest() -> None:
