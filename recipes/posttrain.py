@@ -19,19 +19,22 @@ from typing import Any
 from recipes.console import say
 from recipes.errors import UserError, suggestion, word
 
-# tasks of different kinds whose answers are short, are not in the prompt, and come within reach of a small model in minutes
-EXPERTS: dict[str, tuple[str, ...]] = {"numbers": ("gcd",), "counting": ("leg_counting",)}
-TUNED = ("gcd", "leg_counting", "family_relationships")  # of what sft sees, the last has no expert
-PARAMETERS: dict[str, dict[str, int]] = {
-    "gcd": {"max_value": 60},
-    "leg_counting": {"min_animals": 1, "max_animals": 1, "max_instances": 15},
-    "family_relationships": {"min_family_size": 3, "max_family_size": 3},
+# tasks of different kinds whose answers are short, are not to be copied from the prompt, and come within reach in minutes
+EXPERTS: dict[str, tuple[str, ...]] = {"numbers": ("gcd",), "relations": ("aiw",)}
+TUNED = ("gcd", "aiw", "leg_counting")  # of what sft sees, the last has no expert
+PARAMETERS: dict[str, dict[str, str]] = {
+    "gcd": {"max_value": "60"},
+    "aiw": {"task_types": "[siblings]", "task_type_weights": "[1.0]", "max_entities": "20"},
+    "leg_counting": {"min_animals": "1", "max_animals": "1", "max_instances": "15"},
 }
+LAYOUT = ("parallel.dp=2",)  # of every stage: two cores do more as two ranks than as two threads
 EXAM = ("exam.samples=4", "exam.max_new_tokens=20")  # the model as RL trains it: a policy that draws
 HELDOUT, FRACTION = 128, 0.25  # tasks of each generator that are asked, and the share of all prompts that is held out
-SAMPLING = ("run.steps=30", "run.eval_every=0", "rl.max_new_tokens=20", *EXAM, "optim.lr=2e-3")
-TUNING = ("run.steps=180", "run.eval_every=0", "data.batch_size=8", *EXAM, "data.heldout_tokens=4096")
-STUDYING = ("rl.prompts=48", "rl.samples=4")
+READING = ("run.eval_every=0", "data.heldout_tokens=16384")
+TUNING = ("run.steps=260", "run.eval_every=0", "data.batch_size=8", *EXAM, "data.heldout_tokens=4096", "optim.lr=3e-3")
+SAMPLING = ("run.eval_every=0", "rl.max_new_tokens=20", *EXAM, "optim.lr=2e-3")
+# a token's advantage from a teacher is bounded as one from a reward is, which lies within 1: what holds for RL's steps holds here
+PRACTISING, STUDYING = (*SAMPLING, "run.steps=30"), (*SAMPLING, "run.steps=80", "distill.limit=1")
 KEPT = 0.9  # of an expert's gain that its student shall have
 
 
@@ -46,17 +49,14 @@ class Stage:
 def stages(folder: Path) -> list[Stage]:
     """In their order; all with the same tasks, so that what is held out of one is held out of all."""
     taught = tuple(name for names in EXPERTS.values() for name in names)
-    experts = [
-        Stage(f"rl-{kind}", "rl", "sft", (*_tasks(names), *SAMPLING, f"rl.prompts={16 + 16 * len(names)}"))
-        for kind, names in EXPERTS.items()
-    ]
+    experts = [Stage(f"rl-{kind}", "rl", "sft", (*_tasks(names), *PRACTISING, *LAYOUT)) for kind, names in EXPERTS.items()]
     teachers = ",".join(f"{name}:{folder / f'rl-{kind}'}" for kind, names in EXPERTS.items() for name in names)
     return [
-        Stage("pretrain", "pretrain", None, ("run.steps=60", "run.eval_every=0", "data.heldout_tokens=16384")),
-        Stage("extend", "extend", "pretrain", ("run.steps=20", "run.eval_every=0", "data.heldout_tokens=16384")),
-        Stage("sft", "sft", "extend", (*_tasks(TUNED), *TUNING)),
+        Stage("pretrain", "pretrain", None, ("run.steps=60", *READING, *LAYOUT)),
+        Stage("extend", "extend", "pretrain", ("run.steps=20", *READING, *LAYOUT)),
+        Stage("sft", "sft", "extend", (*_tasks(TUNED), *TUNING, *LAYOUT)),
         *experts,
-        Stage("distill", "distill", "sft", (*_tasks(taught), *SAMPLING, f"distill.teachers=[{teachers}]", *STUDYING)),
+        Stage("distill", "distill", "sft", (*_tasks(taught), *STUDYING, f"distill.teachers=[{teachers}]", *LAYOUT)),
     ]
 
 

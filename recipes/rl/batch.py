@@ -27,6 +27,7 @@ class PolicyBatch(Batch):
     fresh: Tensor  # [B, T] bool: that policy is the one that is trained now, from the first token on
     advantage: Tensor | None = None  # [B, T] float64
     teacher: Tensor | None = None  # [B, T] float64: log-probability under the teacher, instead of advantages
+    baseline: Tensor | None = None  # [B, T] float64, with a teacher: what its clipped log-ratio is compared with
     times: Tensor | None = None  # [B, T] float64: how often the label was drawn; None: once each
 
 
@@ -40,6 +41,7 @@ class Sampled:
     stale: int = 0  # of `tokens` the first so many were drawn in earlier steps
     advantage: float | None = None
     teacher: Sequence[float] | None = None  # one for each of `tokens`
+    baseline: Sequence[float] | None = None  # with a teacher: one for each of `tokens`
     times: int = 1  # that its group holds it: what is the same is computed once
     teacher_prompt: Sequence[int] | None = None  # what the teacher was asked
 
@@ -60,6 +62,25 @@ def once(group: Iterable[Sampled]) -> list[Sampled]:
     return list(found.values())
 
 
+def set_baselines(group: Sequence[Sampled], limit: float) -> None:
+    """What a token's log-ratio of teacher and student, clipped to [-limit, limit], is compared with: the mean of those of the
+    tokens that the group's other trajectories drew at this place after the same tokens; 0 where none came here.
+
+    As a group's mean reward does in RL, it takes away what does not depend on the token drawn, and leaves the mean gradient.
+    """
+    assert all(one.teacher is not None for one in group), "baselines are of teachers' judgements"
+    ratios = [[max(-limit, min(limit, t - b)) for t, b in zip(one.teacher or (), one.behaviour)] for one in group]
+    for i, one in enumerate(group):
+        alike, found = list(range(len(group))), list[float]()
+        for at, token in enumerate(one.tokens):
+            alike = [j for j in alike if at < len(group[j].tokens)]
+            times = {j: group[j].times - (j == i) for j in alike}
+            count = sum(times.values())
+            found.append(sum(ratios[j][at] * times[j] for j in alike) / count if count else 0.0)
+            alike = [j for j in alike if group[j].tokens[at] == token]
+        one.baseline = found
+
+
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Numbers of items for each row, best-fit as in fine-tuning. Raises ValueError for an item longer than a row."""
     if lengths and (size := max(lengths)) > capacity:
@@ -72,7 +93,7 @@ def collate(rows: Sequence[Sequence[Sampled]], length: int, fill: int) -> Policy
     shape = (len(rows), length)
     tokens, labels = np.full(shape, fill, np.int64), np.full(shape, fill, np.int64)
     starts, counted, filled, fresh = (np.zeros(shape, bool) for _ in range(4))
-    behaviour, advantage, teacher, times = (np.zeros(shape) for _ in range(4))
+    behaviour, advantage, teacher, baseline, times = (np.zeros(shape) for _ in range(5))
     starts[:, 0] = True
     every = [one for row in rows for one in row]
     taught = any(one.teacher is not None for one in every)
@@ -87,6 +108,7 @@ def collate(rows: Sequence[Sequence[Sampled]], length: int, fill: int) -> Policy
             fresh[b, drawn] = not one.stale  # later tokens follow from states that older weights have left
             if one.teacher is not None:
                 teacher[b, drawn] = one.teacher
+                baseline[b, drawn] = 0.0 if one.baseline is None else one.baseline
             else:
                 advantage[b, drawn] = one.advantage or 0.0
             at += size
@@ -103,5 +125,6 @@ def collate(rows: Sequence[Sequence[Sampled]], length: int, fill: int) -> Policy
         fresh=of(fresh),
         advantage=None if taught else of(advantage),
         teacher=of(teacher) if taught else None,
+        baseline=of(baseline) if any(one.baseline is not None for one in every) else None,
         times=of(times) if any(one.times > 1 for one in every) else None,
     )

@@ -6,7 +6,8 @@ counted tokens of the global batch of
     -clip(rho, low, high) * advantage + tau * log(rho)^2
 
 The second term holds every token near the policy it came from, however old that is. In RL the advantage is the trajectory's
-reward less its group's mean; in distillation it is clip(log p_teacher - log p_trained, -limit, limit), as a constant.
+reward less its group's mean; in distillation it is clip(log p_teacher - log p_trained, -limit, limit), as a constant, less
+the mean of that of the tokens that its group drew in the same place.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class PolicyObjective(Objective):
         log_ratio = torch.where(counted, log_p - own(batch.behaviour).to(losses.dtype), 0.0)
         if batch.teacher is not None:
             advantage = (own(batch.teacher).to(losses.dtype) - log_p.detach()).clamp(-self.limit, self.limit)
+            if batch.baseline is not None:
+                advantage = advantage - own(batch.baseline).to(losses.dtype)
         else:
             assert batch.advantage is not None, "a batch has advantages or a teacher"
             advantage = own(batch.advantage).to(losses.dtype)

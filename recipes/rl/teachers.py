@@ -17,13 +17,15 @@ from recipes.dialogue import Dialogue
 from recipes.errors import UserError
 from recipes.initial import Initial, initial
 from recipes.objective import to_device
-from recipes.rl.batch import Sampled, collate, pack
+from recipes.rl.batch import Sampled, collate, pack, set_baselines
 from recipes.rl.config import Effort, Teacher
 from recipes.rl.rollouts import Told
 
 
 class Teachers:
-    """Sets `Sampled.teacher` of finished groups. All experts' weights are in memory, cut and rounded as the student's are."""
+    """Sets `teacher` and `baseline` of finished groups' trajectories. All experts' weights are in memory, cut and rounded as the
+    student's are.
+    """
 
     def __init__(self, teachers: Sequence[Teacher], cfg: Config, world: World, dialogue: Dialogue):
         """Opens them. Raises UserError for a path that holds no model, or another than the student's."""
@@ -78,6 +80,8 @@ class Teachers:
                 one.teacher_prompt = prompt
         for key in sorted(of_model, key=lambda key: (key[0], key[1].name)):
             self._score(self.models[key], of_model[key])
+        for group in told:
+            set_baselines(group.sampled, self.cfg.distill.limit)
 
     @torch.no_grad()
     def _score(self, model: k3.Model, sampled: Sequence[Sampled]) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.rl.batch import Sampled, collate, once, pack
+from recipes.rl.batch import Sampled, collate, once, pack, set_baselines
 
 FILL = 999
 sizes = st.lists(st.integers(1, 12), min_size=1, max_size=12)
@@ -38,6 +38,24 @@ def test_what_a_group_holds_several_times_is_there_once() -> None:
     assert [(f.tokens, f.times) for f in found] == [((1, 2), 3), *((o.tokens, 1) for o in others)]
 
 
+def test_a_token_is_compared_with_what_others_drew_after_the_same_tokens() -> None:
+    """By hand, and merged trajectories as their repetitions would be."""
+
+    def one(tokens: str, *ratios: float, times: int = 1) -> Sampled:
+        drawn = [-0.5] * len(ratios)
+        return Sampled([7], [ord(t) for t in tokens], drawn, teacher=[r - 0.5 for r in ratios], times=times)
+
+    group = [one("ab", 1.0, 0.5), one("ac", 1.0, -9.0), one("ac", 1.0, -9.0), one("d", -0.25), one("abe", 1.0, 0.5, 0.125)]
+    set_baselines(group, limit=2.0)
+    of_first = (1.0 + 1.0 - 0.25 + 1.0) / 4
+    assert [value for o in group for value in o.baseline or ()] == pytest.approx([
+        of_first, (-2.0 - 2.0 + 0.5) / 3, *[of_first, (0.5 - 2.0 + 0.5) / 3] * 2, 1.0, of_first, (0.5 - 4.0) / 3, 0.0,
+    ])  # fmt: skip
+    merged = [group[0], one("ac", 1.0, -9.0, times=2), *group[3:]]
+    set_baselines(merged, limit=2.0)
+    assert [o.baseline for o in merged] == [o.baseline for o in (group[0], group[1], *group[3:])]
+
+
 @st.composite
 def trajectories(draw: st.DrawFn) -> list[Sampled]:
     """With tokens that say which they are: no two are alike."""
@@ -47,7 +65,9 @@ def trajectories(draw: st.DrawFn) -> list[Sampled]:
         prompt, tokens = draw(st.integers(1, 6)), draw(st.integers(1, 6))
         ids = list(range(number, number + prompt + tokens))
         number += 100
-        more: dict = {"teacher": [-float(t) - 0.25 for t in ids[prompt:]]} if taught else {"advantage": float(number)}
+        more: dict = {"advantage": float(number)}
+        if taught:
+            more = {"teacher": [-float(t) - 0.25 for t in ids[prompt:]], "baseline": [float(t) for t in ids[prompt:]]}
         drawn = [-float(t) for t in ids[prompt:]]
         more["times"] = draw(st.integers(1, 3))
         made.append(Sampled(ids[:prompt], ids[prompt:], drawn, draw(st.integers(0, tokens)), **more))
@@ -82,6 +102,9 @@ def test_every_sampled_token_is_a_counted_label_once(made: list[Sampled], length
             assert counted.tolist() == [False] * (len(one.prompt) - 1) + [True] * len(one.tokens)
             assert batch.behaviour[b, first:end][counted].tolist() == one.behaviour
             assert batch.fresh[b, first:end][counted].tolist() == [not one.stale] * len(one.tokens)
+            assert (batch.baseline is None) == (one.baseline is None)
+            if batch.baseline is not None:
+                assert batch.baseline[b, first:end][counted].tolist() == one.baseline
             assert one.times == 1 if batch.times is None else (batch.times[b, first:end][counted] == one.times).all()
             said = batch.advantage if one.teacher is None else batch.teacher
             assert said is not None and (batch.advantage is None) == (one.teacher is not None)

@@ -28,7 +28,7 @@ def batch_of(seed: int = 0, taught: bool = False) -> tuple[Tensor, PolicyBatch]:
     mask = torch.rand(1, B, T, generator=draw) < 0.7
     log_p = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     fresh = torch.rand(B, T, generator=draw) < 0.5
-    more = {"teacher": log_p + 3 * normal(B, T)} if taught else {"advantage": normal(B, T)}
+    more = {"teacher": log_p + 3 * normal(B, T), "baseline": normal(B, T)} if taught else {"advantage": normal(B, T)}
     return logits, PolicyBatch(
         labels, labels, torch.zeros(B, T, dtype=torch.bool), mask, None, behaviour=log_p + 0.3 * normal(B, T), fresh=fresh, **more
     )
@@ -54,7 +54,8 @@ def directly(logits: Tensor, batch: PolicyBatch, count: float) -> tuple[Tensor, 
             rho, now = torch.exp(log_ratio), float(log_p.detach())
             was = float(rho.detach())
             if batch.teacher is not None:
-                advantage = max(-LIMIT, min(LIMIT, float(batch.teacher[b, t]) - now))
+                assert batch.baseline is not None
+                advantage = max(-LIMIT, min(LIMIT, float(batch.teacher[b, t]) - now)) - float(batch.baseline[b, t])
             else:
                 assert batch.advantage is not None
                 advantage = float(batch.advantage[b, t])
@@ -146,8 +147,11 @@ def test_outside_the_clip_only_the_regulariser_pulls() -> None:
         assert parts[-1] == 0, "no token is fresh"
 
 
-def test_distillation_is_the_gradient_of_the_reverse_divergence() -> None:
-    """On tokens that the policy itself draws, averaged over all it could draw: KL(student || teacher), by autograd."""
+@pytest.mark.parametrize("baseline", [None, 0.7])
+def test_distillation_is_the_gradient_of_the_reverse_divergence(baseline: float | None) -> None:
+    """On tokens that the policy itself draws, averaged over all it could draw: KL(student || teacher), by autograd. Whatever its
+    advantages are compared with.
+    """
     draw = torch.Generator().manual_seed(0)
     student = torch.randn(V, generator=draw, dtype=torch.float64).requires_grad_()
     teacher = (student.detach() + 0.3 * torch.randn(V, generator=draw, dtype=torch.float64)).log_softmax(-1)
@@ -161,9 +165,10 @@ def test_distillation_is_the_gradient_of_the_reverse_divergence() -> None:
         batch = PolicyBatch(
             label, label, torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, 1, dtype=torch.bool), None,
             behaviour=log_p.detach().view(1, 1), fresh=torch.ones(1, 1, dtype=torch.bool), teacher=teacher[token].view(1, 1),
+            baseline=None if baseline is None else torch.full((1, 1), baseline, dtype=torch.float64),
         )  # fmt: skip
         loss, _ = o.share(-log_p.view(1, 1, 1), o.denominators([batch]), batch)
-        found += math.exp(float(log_p)) * torch.autograd.grad(loss, student)[0]
+        found += math.exp(float(log_p.detach())) * torch.autograd.grad(loss, student)[0]
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
