@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.tasks import Task
+from data.tasks import Task, survey
 from k3 import Engine, Sampling, Trajectory
 from parallel.together import gather
 from parallel.world import World
@@ -29,12 +29,13 @@ NORMAL = 1.96  # standard deviations on either side that hold 95 %
 @dataclass(frozen=True)
 class Grades:
     """`right[i]` is the share of the answers to task i that are right; `domains[i]` is its kind; `tokens[i]` the answers' mean
-    length.
+    length. `guesses` holds what one answer to all tasks of a domain scores at best: what needs no prompt to be read.
     """
 
     right: tuple[float, ...]
     domains: tuple[str, ...]
     tokens: tuple[float, ...]
+    guesses: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, domain: str | None = None) -> list[float]:
         return [r for r, d in zip(self.right, self.domains) if domain in (None, d)]
@@ -43,6 +44,13 @@ class Grades:
         """The share of right answers of each domain, and of `all`."""
         names = [None, *sorted(set(self.domains))]
         return {name or "all": sum(self.of(name)) / len(self.of(name)) for name in names}
+
+    def guess(self, domain: str | None = None) -> str:
+        """In words; none for a domain without known answers, and for all of several."""
+        if domain is None and len(set(self.domains)) == 1:
+            domain = self.domains[0]
+        share = None if domain is None else self.guesses.get(domain)
+        return "" if share is None else f", where one answer to all scores {share:.1%}"
 
 
 def interval(right: Sequence[float]) -> tuple[float, float]:
@@ -82,6 +90,7 @@ class Exam:
 
     def __init__(self, dialogue: Dialogue, world: World, tasks: Sequence[Task], cfg: ExamConfig):
         self.dialogue, self.world, self.tasks, self.samples = dialogue, world, tasks, cfg.samples
+        self.guesses = {one.domain: one.guessed for one in survey(tasks) if one.guess}  # tasks with tests have no answer
         temperature = 1.0 if cfg.samples else 0.0
         self.sampling = Sampling(temperature=temperature, max_new_tokens=cfg.max_new_tokens, stop=dialogue.stop)
 
@@ -108,7 +117,7 @@ class Exam:
                 own.append((i, sum(right[part]) / times, sum(len(one.tokens) for one in tried[part]) / times))
         found = sorted(one for of_rank in gather(self.world, own) for one in of_rank)
         domains = tuple(self.tasks[i].domain for i, _, _ in found)
-        return Grades(tuple(right for _, right, _ in found), domains, tuple(tokens for _, _, tokens in found))
+        return Grades(tuple(right for _, right, _ in found), domains, tuple(tokens for _, _, tokens in found), self.guesses)
 
 
 class Exams(Callback):
@@ -167,7 +176,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def grades_of(record: dict[str, Any]) -> Grades:
-    return Grades(tuple(record["right"]), tuple(record["domains"]), tuple(record["tokens"]))
+    return Grades(tuple(record["right"]), tuple(record["domains"]), tuple(record["tokens"]), record.get("guesses", {}))
 
 
 def lines(before: Grades, after: Grades) -> list[str]:
@@ -178,8 +187,8 @@ def lines(before: Grades, after: Grades) -> list[str]:
         mean, low, high = gain(a, b)
         says = "significant" if low > 0 or high < 0 else "not significant"
         out.append(
-            f"{'answers' if name is None else '  ' + name}: {_share(a)} before, {_share(b)} after, of {len(b)} held-out tasks; "
-            f"gain {mean:+.1%} ({low:+.1%} to {high:+.1%}, {says})"
+            f"{'answers' if name is None else '  ' + name}: {_share(a)} before, {_share(b)} after, "
+            f"of {len(b)} held-out tasks{after.guess(name)}; gain {mean:+.1%} ({low:+.1%} to {high:+.1%}, {says})"
         )
     return out
 
@@ -190,7 +199,7 @@ def _share(right: Sequence[float]) -> str:
 
 
 def picture(records: Sequence[dict[str, Any]]) -> Figure:
-    """The shares of right answers over the steps, with 95 % intervals."""
+    """The shares of right answers over the steps, with 95 % intervals; dotted: what one answer to all tasks scores."""
     figure = blank(8, 5)
     axes = figure.add_subplot()
     steps = [record["step"] for record in records]
@@ -198,6 +207,8 @@ def picture(records: Sequence[dict[str, Any]]) -> Figure:
     for name in [None, *sorted(set(every[0].domains))]:
         shares = [sum(g.of(name)) / len(g.of(name)) for g in every]
         (line,) = axes.plot(steps, shares, marker="o", markersize=3, linewidth=2 if name is None else 1, label=name or "all")
+        if name is not None and name in every[-1].guesses:
+            axes.axhline(every[-1].guesses[name], color=line.get_color(), linestyle=":", linewidth=1)
         bands = [interval(g.of(name)) for g in every]
         if name is None:
             axes.fill_between(steps, [low for low, _ in bands], [high for _, high in bands], color=line.get_color(), alpha=0.15)

@@ -32,6 +32,11 @@ class Objective:
         return len(self.weights)
 
     @property
+    def unit(self) -> str:
+        """Of the loss, for people."""
+        return "nats"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What `total` gives, under the names that metrics have."""
         return ("loss", *(f"mtp_loss/{depth}" for depth in range(1, self.horizon)))

@@ -114,7 +114,9 @@ def _train(stage: Stage, folder: Path, words: Sequence[str]) -> int:
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """By generator: the share of held-out tasks right of each model, and of what the expert gained what its student has."""
+    """By generator: the share of held-out tasks right of each model, beside what one answer to all scores; and of what the expert
+    gained what its student has.
+    """
     from recipes.exam import RECORD, gain, grades_of, read
 
     def exam(name: str, which: int) -> Any:
@@ -126,7 +128,7 @@ def report(folder: Path) -> dict[str, Any]:
         expert = exam(f"rl-{kind}", -1)
         for name in names:
             each = {"base": base.of(name), "sft": tuned.of(name), "expert": expert.of(name), "student": student.of(name)}
-            found[name] = {"expert": f"rl-{kind}", "tasks": len(each["sft"])}
+            found[name] = {"expert": f"rl-{kind}", "tasks": len(each["sft"]), "guess": tuned.guesses[name]}
             found[name] |= {which: _of(right) for which, right in each.items()}
             found[name] |= {
                 "gain_sft": gain(each["base"], each["sft"]),
@@ -153,12 +155,12 @@ def _of(right: Sequence[float]) -> dict[str, Any]:
 
 
 def text(found: Mapping[str, Any]) -> list[str]:
-    lines = [f"{'right answers':<22}{'base':>16}{'sft':>16}{'expert':>16}{'student':>16}   (95 % intervals)"]
+    lines = [f"{'right answers':<22}{'base':>16}{'sft':>16}{'expert':>16}{'student':>16}{'one answer':>12}   (95 % intervals)"]
     for name, of in found.items():
         if "tasks" in of:
             shares = "".join(f"{of[w]['share']:>7.0%} ({of[w]['interval'][0]:.0%}-{of[w]['interval'][1]:.0%})".rjust(16)
                              for w in ("base", "sft", "expert", "student"))  # fmt: skip
-            lines.append(f"{name:<22}{shares}")
+            lines.append(f"{name:<22}{shares}{of['guess']:>12.0%}")
     mean, low, high = found["all"]["gain_sft"]
     lines.append(
         f"sft: {mean:+.1%} over all held-out tasks ({low:+.1%} to {high:+.1%}), from {found['all']['base']['share']:.1%}"
@@ -188,6 +190,8 @@ def _picture(found: Mapping[str, Any], path: Path) -> None:
         spread = [[s - low for s, (low, _) in zip(shares, ends)], [high - s for s, (_, high) in zip(shares, ends)]]
         places = [i + 0.2 * (at - 1.5) for i in range(len(names))]
         axes.bar(places, shares, 0.18, yerr=spread, capsize=2, label=which)
+    for i, name in enumerate(names):
+        axes.hlines(found[name]["guess"], i - 0.45, i + 0.45, linestyles=":", label="" if i else "one answer to all")
     axes.set_xticks(range(len(names)), names)
     axes.set(ylabel="held-out tasks right", ylim=(0, 1))
     axes.legend()

@@ -102,7 +102,7 @@ def text(s: dict[str, Any], folder: str) -> str:
         sizes = ", ".join(f"{axis} {p[axis]}" for axis in ("tp", "ep", "pp", "vpp", "cp", "dp") if p[axis] > 1)
         lines.append(f"layout      {p['processes']} processes: {sizes}")
     if s["train_loss"] is not None:
-        lines.append(f"train loss  {s['train_loss']:.4f} nats (mean of the last {s['train_loss_steps']} steps)")
+        lines.append(f"train loss  {s['train_loss']:.4f} {s['loss_unit']} (mean of the last {s['train_loss_steps']} steps)")
     if held is not None:
         than = ""
         if (bigram := s["bigram_loss"]) is not None:

@@ -42,7 +42,7 @@ class Pictures(Callback):
             return {}
         records = list(read_metrics(self.folder / "metrics.jsonl"))
         figures = {
-            "loss.png": loss(records, trainer.results.get("dense")),
+            "loss.png": loss(records, trainer.results.get("dense"), trainer.objective.unit),
             "experts.png": experts(records),
             "residuals.png": residuals(weights),
         }
@@ -65,7 +65,7 @@ def blank(width: float, height: float) -> Figure:
     return figure
 
 
-def loss(records: list[dict[str, Any]], dense: dict[str, Any] | None = None) -> Figure | None:
+def loss(records: list[dict[str, Any]], dense: dict[str, Any] | None = None, unit: str = "nats") -> Figure | None:
     """Training loss, held-out loss and the n-gram lines over the tokens read; the dense model where K3 was after equal time."""
     train = [(r["tokens"], r["loss"]) for r in records if r["loss"] is not None]
     if not train:
@@ -84,7 +84,7 @@ def loss(records: list[dict[str, Any]], dense: dict[str, Any] | None = None) -> 
     for (name, value), style in zip(lines.items(), (":", "--")):
         if value is not None:
             axes.axhline(value, color="gray", linestyle=style, label=f"{name} ({value:.3f})")
-    axes.set(xlabel="tokens", ylabel="nats per token")
+    axes.set(xlabel="tokens", ylabel=f"loss per token ({unit})")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

@@ -23,6 +23,7 @@ class Summary(Callback):
     def complete(self, trainer: Trainer) -> None:
         records = list(read_metrics(self.folder / "metrics.jsonl"))
         facts = summary.summarise(records, self.model, trainer.results, trainer.progress)
+        facts["loss_unit"] = trainer.objective.unit
         facts["parallel"] = {"processes": trainer.objective.world.size, **self.layout}
         trainer.results["summary"] = facts
         words = summary.text(facts, str(self.folder))

@@ -42,6 +42,10 @@ class PolicyObjective(Objective):
     def names(self) -> tuple[str, ...]:
         return NAMES
 
+    @property
+    def unit(self) -> str:
+        return "of a policy gradient"  # its value is no measure of anything
+
     def yardstick(self, losses: Sequence[float]) -> float | None:
         return None  # it lies around zero: what is many times its median says nothing
 

@@ -42,7 +42,14 @@ def _exam(folder: Path, *each: dict[str, list[bool]]) -> None:
         for step, of in enumerate(each):
             right = [r for name in of for r in of[name]]
             domains = [name for name in of for _ in of[name]]
-            file.write(json.dumps({"step": step, "right": right, "domains": domains, "tokens": [1] * len(right)}) + "\n")
+            record = {
+                "step": step,
+                "right": right,
+                "domains": domains,
+                "tokens": [1] * len(right),
+                "guesses": dict.fromkeys(of, 0.25),
+            }
+            file.write(json.dumps(record) + "\n")
 
 
 def test_the_report_counts_what_is_kept_of_a_gain(tmp_path: Path) -> None:
@@ -58,7 +65,8 @@ def test_the_report_counts_what_is_kept_of_a_gain(tmp_path: Path) -> None:
     assert all(found[n]["gain_rl"][0] == pytest.approx(0.2) and found[n]["base"]["share"] == 0 for n in names)
     assert all(found[f"rl-{kind}"]["kept"] == pytest.approx(0.75) for kind in posttrain.EXPERTS)
     said = "\n".join(posttrain.text(found))
-    assert "significant" in said and "75% of that (less than 90%)" in said
+    assert "significant" in said and all(found[n]["guess"] == 0.25 for n in names)
+    assert "75% of that (less than 90%)" in said
     assert (tmp_path / "posttrain.png").stat().st_size > 1000
 
 
