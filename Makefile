@@ -45,10 +45,10 @@ bench: install
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
 gpu-check:
-	$(GPU_PYTHON) -m recipes.gpu_check $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+	$(GPU_PYTHON) -m recipes.gpu.check $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 gpu-wheels: install
-	.venv/bin/python -m pip wheel --no-deps --wheel-dir gpu-wheels $$(.venv/bin/python -m recipes.gpu_wheels)
+	.venv/bin/python -m pip wheel --no-deps --wheel-dir gpu-wheels $$(.venv/bin/python -m recipes.gpu.wheels)
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel.checkpoint_folder import checkpoints, entry
-from recipes.bench_faults import table
+from recipes.bench.faults import table
 from recipes.faults.plan import Kill, Moment, Victim, plan
 from recipes.faults.same import differences
 from recipes.faults.trial import Faults, Killed, Trial

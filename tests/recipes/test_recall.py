@@ -12,7 +12,7 @@ import data
 import k3
 import parallel
 from k3.activations import ActivationConfig
-from recipes.bench_length import Cost, _numbers, linear
+from recipes.bench.length import Cost, _numbers, linear
 from recipes.errors import UserError
 from recipes.objective import Counted, heldout_loss
 from recipes.recall import loss_by_length, loss_by_position, picture, recall, table
@@ -92,7 +92,7 @@ def test_lengths_that_are_no_numbers_are_refused():
 
 @pytest.mark.slow
 def test_a_step_in_a_process_of_its_own():
-    from recipes.bench_length import measured
+    from recipes.bench.length import measured
 
     costs = [measured(length, True) for length in (512, 2048)]
     assert linear(costs) and all(math.isfinite(c.loss) and c.peak > c.before for c in costs)

@@ -8,8 +8,8 @@ import pytest
 
 from k3.config import Balance
 from parallel.local import Helper
-from recipes import bench_balance as bench
-from recipes.bench_balance import Measured
+from recipes.bench import balance as bench
+from recipes.bench.balance import Measured
 from recipes.cli import main
 from recipes.proof.balance_steps import EXPERTS, MICRO_BATCHES, TOKENS, TOP_K, Curve, uneven
 

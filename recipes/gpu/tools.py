@@ -70,7 +70,7 @@ def on_cpu(name: str, out: Path) -> Iterator[Callable[[], str]]:
 
     Calling what it gives waits for what the check returned.
     """
-    words = [sys.executable, "-m", "recipes.gpu_rows", name, "cpu", str(out)]
+    words = [sys.executable, "-m", "recipes.gpu.rows", name, "cpu", str(out)]
     started = subprocess.Popen(words, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stderr=subprocess.PIPE, text=True)
 
     def answer() -> str:

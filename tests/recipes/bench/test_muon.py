@@ -10,7 +10,7 @@ import torch
 
 import k3
 from optim.config import MuonPrecision
-from recipes import bench_muon as bench
+from recipes.bench import muon as bench
 
 
 def test_head_updates_are_equal_by_themselves_and_not_together() -> None:

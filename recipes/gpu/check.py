@@ -1,7 +1,7 @@
 """`make gpu-check`: what must hold on a GPU, in one table, within eight minutes on one device.
 
 Needs torch with Triton and nothing installed: `make gpu-wheels` on a machine with a network puts the rest into a folder, which
-travels along (`python -m recipes.gpu_check --wheels gpu-wheels`). Each check is a process of its own (recipes/gpu_rows.py), so
+travels along (`python -m recipes.gpu.check --wheels gpu-wheels`). Each check is a process of its own (recipes/gpu/rows.py), so
 that a fault on the device or a hang costs one line. `--cpu` runs what a CPU can, to try the script itself; that proves nothing
 about a GPU. Names of checks run those alone. Exit code: 0 nothing failed, 1 something did, 2 there is no GPU, or a wrong word.
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUDGET = 450.0  # seconds for all checks: what does not fit is skipped, and says so
 LEAST = 15.0  # seconds: with less no check is begun
 
@@ -92,7 +92,7 @@ def _all(checks: Sequence[Check], folder: Path, environment: dict[str, str], on_
 
 def _one(check: Check, limit: float, folder: Path, environment: dict[str, str], on_cpu: bool) -> Outcome:
     result = folder / f"{check.name}.json"
-    words = [sys.executable, "-m", "recipes.gpu_rows", check.name, "cpu" if on_cpu else "cuda", str(result)]
+    words = [sys.executable, "-m", "recipes.gpu.rows", check.name, "cpu" if on_cpu else "cuda", str(result)]
     began = time.monotonic()
     try:
         done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)

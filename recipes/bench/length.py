@@ -68,8 +68,8 @@ def linear(costs: Sequence[Cost]) -> bool:
 
 def measured(length: int, trained: bool) -> Cost:
     """In a fresh process, with this one's environment."""
-    words = [sys.executable, "-m", "recipes.bench_length", str(length), "training" if trained else "forward"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    words = [sys.executable, "-m", "recipes.bench.length", str(length), "training" if trained else "forward"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     if done.returncode:
         raise RuntimeError(f"a row of {length} tokens:\n{done.stderr}")
     return Cost(**json.loads(done.stdout.splitlines()[-1]))

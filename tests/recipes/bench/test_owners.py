@@ -7,7 +7,7 @@ import torch
 
 from optim.config import Distribution
 from parallel.local import Helper
-from recipes.bench_owners import Measured, model
+from recipes.bench.owners import Measured, model
 from recipes.live_bytes import LiveBytes
 
 
@@ -15,7 +15,7 @@ from recipes.live_bytes import LiveBytes
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_owners_send_and_hold_little_and_share_the_work(helper: Helper, size: int) -> None:
     owners, gathered = (
-        helper.run_ranks("recipes.bench_owners:on_rank", size, model(), size, form, timeout=600) for form in Distribution
+        helper.run_ranks("recipes.bench.owners:on_rank", size, model(), size, form, timeout=600) for form in Distribution
     )
     one: Measured
     for one in owners:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel.local import Helper
-from recipes import bench_pipeline as bench
+from recipes.bench import pipeline as bench
 
 
 def test_what_travels_is_what_the_formulas_say(helper: Helper) -> None:

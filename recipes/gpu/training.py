@@ -17,7 +17,7 @@ from k3.low_precision import LowPrecision
 from optim.config import OptimConfig
 from recipes.assemble import assemble
 from recipes.config import ProofDocuments, ProveConfig
-from recipes.gpu_tools import Skipped, distance, on_cpu
+from recipes.gpu.tools import Skipped, distance, on_cpu
 from recipes.precision import found, unfit
 from recipes.proof.batches import Batches
 from recipes.trainer import StepResult, Trainer

@@ -17,5 +17,5 @@ def pinned(constraints: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*pinned(Path(__file__).parents[1] / "constraints.txt"))
+    print(*pinned(Path(__file__).parents[2] / "constraints.txt"))
     sys.exit(0)

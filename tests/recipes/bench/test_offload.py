@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from recipes import bench_offload
+from recipes.bench import offload
 
 
 @pytest.mark.slow
 def test_offloading_changes_where_the_state_lies_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_offload.run()
+    offload.run()
     lines = capsys.readouterr().out.splitlines()
     beside, offloaded = (
         next(line for line in lines if f"optim.offload={name} optim.adamw.kernel=torch" in line) for name in ("none", "cpu")

@@ -1,4 +1,4 @@
-"""The checks of `make gpu-check`, one a process: `python -m recipes.gpu_rows NAME cuda|cpu RESULT` (see recipes/gpu_check.py).
+"""The checks of `make gpu-check`, one a process: `python -m recipes.gpu.rows NAME cuda|cpu RESULT` (see recipes/gpu/check.py).
 
 Each returns what it saw, raises AssertionError where it is not what it must be, or Skipped with the reason.
 """
@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recipes.gpu_tools import Skipped, disagreement, distance, random, starts
+from recipes.gpu.tools import Skipped, disagreement, distance, random, starts
 
-GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "k3_tiny"
+GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "k3_tiny"
 
 
 def golden(device: torch.device) -> str:
@@ -122,7 +122,7 @@ def fla(device: torch.device) -> str:
 
 def main(words: list[str]) -> int:
     name, kind, result = words
-    from recipes import gpu_training as training
+    from recipes.gpu import training
 
     checks: dict[str, Callable[[torch.device], str]] = {
         "golden": golden, "kernels": kernels, "fla": fla, "steps": training.steps, "nano": training.nano,

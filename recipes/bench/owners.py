@@ -63,7 +63,7 @@ def table(helper: Helper, replicas: Sequence[int] = REPLICAS) -> Iterator[str]:
     )
     for size in replicas:
         for form in Distribution:
-            ranks: list[Measured] = helper.run_ranks("recipes.bench_owners:on_rank", size, model(), size, form)
+            ranks: list[Measured] = helper.run_ranks("recipes.bench.owners:on_rank", size, model(), size, form)
             one, sent = ranks[0], max(rank.sent for rank in ranks)
             worst = max(ranks, key=lambda rank: rank.peak / (rank.owned + rank.buffer))
             yield (
