@@ -22,8 +22,7 @@ from recipes.errors import UserError, suggestion, word
 # tasks of different kinds whose answers are short, are not to be copied from the prompt, and come within reach in minutes
 EXPERTS: dict[str, tuple[str, ...]] = {"numbers": ("gcd",), "relations": ("aiw",)}
 TUNED = ("gcd", "aiw", "leg_counting")  # of what sft sees, the last has no expert
-PARAMETERS: dict[str, dict[str, str]] = {
-    "gcd": {"max_value": "60"},
+PARAMETERS: dict[str, dict[str, str]] = {  # over the preset for small models
     "aiw": {"task_types": "[siblings]", "task_type_weights": "[1.0]", "max_entities": "20"},
     "leg_counting": {"min_animals": "1", "max_animals": "1", "max_instances": "15"},
 }
@@ -31,10 +30,9 @@ LAYOUT = ("parallel.dp=2",)  # of every stage: two cores do more as two ranks th
 EXAM = ("exam.samples=4", "exam.max_new_tokens=20")  # the model as RL trains it: a policy that draws
 HELDOUT, FRACTION = 128, 0.25  # tasks of each generator that are asked, and the share of all prompts that is held out
 READING = ("run.eval_every=0", "data.heldout_tokens=16384")
-TUNING = ("run.steps=260", "run.eval_every=0", "data.batch_size=8", *EXAM, "data.heldout_tokens=4096", "optim.lr=3e-3")
+TUNING = ("run.steps=260", "run.eval_every=0", "data.batch_size=8", *EXAM, "data.heldout_tokens=4096", "optim.lr=2e-3")
 SAMPLING = ("run.eval_every=0", "rl.max_new_tokens=20", *EXAM, "optim.lr=2e-3")
-# a token's advantage from a teacher is bounded as one from a reward is, which lies within 1: what holds for RL's steps holds here
-PRACTISING, STUDYING = (*SAMPLING, "run.steps=30"), (*SAMPLING, "run.steps=80", "distill.limit=1")
+PRACTISING, STUDYING = (*SAMPLING, "run.steps=30"), (*SAMPLING, "run.steps=80")
 KEPT = 0.9  # of an expert's gain that its student shall have
 
 

@@ -51,7 +51,8 @@ class RlConfig:
 class DistillConfig:
     # an expert for each domain, as DOMAIN:PATH, or DOMAIN/EFFORT:PATH; PATH is a run, a checkpoint or a published folder
     teachers: list[str] = field(default_factory=list)
-    limit: float = 5.0  # nats: a token's log-ratio of teacher and student is clipped to [-limit, limit]
+    # nats: a token's log-ratio of teacher and student is clipped to [-limit, limit]; 1: as rewards of 0 and 1 are
+    limit: float = 1.0
 
 
 @dataclass(frozen=True)

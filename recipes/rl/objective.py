@@ -36,7 +36,7 @@ class PolicyObjective(Objective):
     low: float = 0.8
     high: float = 1.25
     tau: float = 0.01
-    limit: float = 5.0  # nats, of a teacher's log-ratio
+    limit: float = 1.0  # nats, of a teacher's log-ratio
 
     @property
     def names(self) -> tuple[str, ...]:
