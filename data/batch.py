@@ -38,6 +38,7 @@ class StepBatch:
     micro_batches: list[Batch]
     index: int  # the step, from 0
     tokens: int  # of the whole step, over all data ranks
+    idle: str | None = None  # why nothing is to be learnt from it: no parameter moves; alike on all ranks
 
 
 def collate(

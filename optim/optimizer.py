@@ -123,15 +123,16 @@ class Optimizer:
         return int(self._skipped)
 
     @torch.no_grad()
-    def step(self, *, finite: bool = True, loss: float | None = None) -> StepReport:
-        """One update from the gradients that the parameters hold, unless the guard objects (optim/guard.py).
+    def step(self, *, finite: bool = True, loss: float | None = None, idle: str | None = None) -> StepReport:
+        """One update from the gradients that the parameters hold, unless the guard objects (optim/guard.py) or `idle` says why
+        there is none to make.
 
         It does where `finite` (the losses were) is false on any rank. `loss` is the step's, in nats, alike on all ranks but for
         rounding. Every rank must call it. Weights are whole again on all of them afterwards.
         """
         gradients = {n: g for n, shard in self._parts.items() if (g := shard.gradient) is not None}
         norm, finite, loss = self._agree(gradients, finite, loss)
-        reason = self.guard.objection(finite=finite, loss=loss, norm=norm)
+        reason = self.guard.objection(finite=finite, loss=loss, norm=norm) or idle
         lr = self.cfg.lr * schedule.factor(self.cfg.schedule, self.step_count, self.steps)
         scale = clip_coefficient(norm, self.cfg.grad_clip)
         self._step += 1

@@ -47,6 +47,7 @@ class Verb:
     phase: bool = False  # trains in a run folder, and is a link of `k3 submit`'s chain
     sections: tuple[str, ...] | None = ()  # of the configuration that its words may set; None: all of it
     usage: str = "[key=value ...]"
+    more: str | None = None  # "module:function", giving what `--help` prints below
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ VERBS = {
         "pretrain, extend, sft, rl of two experts and their distillation, one after another, and what each was worth",
         "recipes.posttrain:run",
         usage="[dir=FOLDER] [key=value ...] [STAGE:key=value ...]",
+        more="recipes.posttrain:stages_in_words",
     ),
     "status": Verb(
         "list runs: how far each is, where, and what to do about one that stopped", "recipes.status:run", usage="[FOLDER]"
@@ -222,6 +224,8 @@ def _help(words: list[str]) -> int:
         return _dispatch([name], entry=False)  # says which verb is near
     verb = VERBS[name]
     print(f"usage: k3 {name} {verb.usage}\n\n{verb.summary}")
+    if verb.more is not None:
+        print("\n" + _load(verb.more)())
     if verb.sections is None or verb.sections:
         from recipes import help as table
 

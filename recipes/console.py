@@ -17,7 +17,7 @@ def say(text: str = "") -> None:
 
 def show_logs() -> None:
     """Shows what the rooms below log (which kernel runs, what data preparation does), and not what their libraries warn of."""
-    for name in ("k3", "data", "parallel"):
+    for name in ("k3", "data", "parallel", "recipes"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.propagate = False

@@ -70,6 +70,6 @@ class Dialogue:
         )
         ended = [bool(tokens) and tokens[-1] in self.stop for _, tokens in answers]
         return [
-            replace(v, problem=MALFORMED, detail=str(one.error)) if one.error and end and v.problem is None else v
+            replace(v, problems=(*v.problems, MALFORMED), detail=v.detail or str(one.error)) if one.error and end else v
             for v, one, end in zip(verdicts, read, ended)
         ]

@@ -80,7 +80,9 @@ def _tasks(cfg: Config, model: ParallelModel) -> dict[str, Any]:
     for name, share in grades.shares().items():
         right = grades.of(None if name == "all" else name)
         low, high = interval(right)
-        many = f"{len(right)}, {exam.how}{grades.guess(None if name == 'all' else name)}"
+        many = (
+            f"{len(right)}, {exam.how}{exam.cut(grades) if name == 'all' else ''}{grades.guess(None if name == 'all' else name)}"
+        )
         say(f"{'tasks' if name == 'all' else '  ' + name:<24}{share:.1%} right of {many} (95 %: {low:.1%} to {high:.1%})")
         found[name] = {"share": share, "low": low, "high": high, "tasks": len(right)}
     return found

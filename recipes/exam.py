@@ -29,12 +29,14 @@ NORMAL = 1.96  # standard deviations on either side that hold 95 %
 @dataclass(frozen=True)
 class Grades:
     """`right[i]` is the share of the answers to task i that are right; `domains[i]` is its kind; `tokens[i]` the answers' mean
-    length. `guesses` holds what one answer to all tasks of a domain scores at best: what needs no prompt to be read.
+    length and `cut[i]` the share of them that reached `exam.max_new_tokens`. `guesses` holds what one answer to all tasks of a
+    domain scores at best: what needs no prompt to be read.
     """
 
     right: tuple[float, ...]
     domains: tuple[str, ...]
     tokens: tuple[float, ...]
+    cut: tuple[float, ...] = ()
     guesses: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, domain: str | None = None) -> list[float]:
@@ -60,7 +62,7 @@ def interval(right: Sequence[float]) -> tuple[float, float]:
         spread = z * math.sqrt(sum((r - p) ** 2 for r in right) / max(1, n - 1) / n)
         return max(0.0, p - spread), min(1.0, p + spread)
     middle, spread = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - spread) / (1 + z * z / n), (middle + spread) / (1 + z * z / n)
+    return max(0.0, (middle - spread) / (1 + z * z / n)), min(1.0, (middle + spread) / (1 + z * z / n))
 
 
 def _whole(right: Sequence[float]) -> bool:
@@ -98,6 +100,11 @@ class Exam:
     def how(self) -> str:
         return f"{self.samples} answers drawn to each" if self.samples else "answered greedily"
 
+    def cut(self, grades: Grades) -> str:
+        """In words; what is cut is no message, and wrong."""
+        share = sum(grades.cut) / len(grades.cut)
+        return f", {share:.0%} of them cut at exam.max_new_tokens={self.sampling.max_new_tokens}" if share else ""
+
     def grade(self, engine: Engine) -> Grades:
         """Every rank must call it; data ranks share the tasks."""
         engine.clear()
@@ -108,16 +115,17 @@ class Exam:
         tried = [Trajectory(prompts[i], (i, number % times)) for number, i in enumerate(asked)]
         engine.run(tried, self.sampling, seed=0)
         groups = self.world.groups
-        own: list[tuple[int, float, float]] = []
+        own: list[tuple[int, float, float, float]] = []
         if groups.tp.rank() == 0 and groups.cp.rank() == 0:
             verdicts = self.dialogue.judge([(self.tasks[i], one.tokens) for i, one in zip(asked, tried)])
             right = [next(iter(v.parts.values())) >= 1 for v in verdicts]
             for at, i in enumerate(mine):
                 part = slice(at * times, (at + 1) * times)
-                own.append((i, sum(right[part]) / times, sum(len(one.tokens) for one in tried[part]) / times))
+                tokens, cut = (sum(x) / times for x in zip(*((len(t.tokens), t.finished == "length") for t in tried[part])))
+                own.append((i, sum(right[part]) / times, tokens, cut))
         found = sorted(one for of_rank in gather(self.world, own) for one in of_rank)
-        domains = tuple(self.tasks[i].domain for i, _, _ in found)
-        return Grades(tuple(right for _, right, _ in found), domains, tuple(tokens for _, _, tokens in found), self.guesses)
+        numbers, shares, lengths, cuts = zip(*found)
+        return Grades(shares, tuple(self.tasks[i].domain for i in numbers), lengths, cuts, self.guesses)
 
 
 class Exams(Callback):
@@ -149,7 +157,7 @@ class Exams(Callback):
         shares = grades.shares()
         low, high = interval(grades.right)
         of = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if name != "all")
-        many = f"{len(grades.right)} held-out tasks, {self.exam.how}"
+        many = f"{len(grades.right)} held-out tasks, {self.exam.how}{self.exam.cut(grades)}"
         say(f"step {step}: {shares['all']:.1%} right of {many} (95 %: {low:.1%} to {high:.1%}); {of}")
         return grades
 
@@ -176,7 +184,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def grades_of(record: dict[str, Any]) -> Grades:
-    return Grades(tuple(record["right"]), tuple(record["domains"]), tuple(record["tokens"]), record.get("guesses", {}))
+    return Grades(
+        tuple(record["right"]), tuple(record["domains"]), tuple(record["tokens"]), tuple(record["cut"]), record["guesses"]
+    )
 
 
 def lines(before: Grades, after: Grades) -> list[str]:

@@ -33,6 +33,7 @@ READING = ("run.eval_every=0", "data.heldout_tokens=16384")
 TUNING = ("run.steps=220", "run.eval_every=0", "data.batch_size=8", *EXAM, "data.heldout_tokens=4096", "optim.lr=2e-3")
 SAMPLING = ("run.eval_every=0", "rl.max_new_tokens=20", *EXAM, "optim.lr=2e-3")
 PRACTISING, STUDYING = (*SAMPLING, "run.steps=30"), (*SAMPLING, "run.steps=100")
+FOLDER = Path("runs/posttrain")
 KEPT = 0.9  # of an expert's gain that its student shall have
 
 
@@ -67,9 +68,11 @@ def _tasks(names: Sequence[str]) -> tuple[str, ...]:
 def run(words: Sequence[str]) -> int:
     """`dir=FOLDER`, and `STAGE:key=value` for one stage, `key=value` for all. Returns 0 where every stage is complete."""
     folder, own = _read(words)
+    typed = {stage.name: [*own.get("", []), *own.get(stage.name, [])] for stage in stages(folder)}
+    _check(folder, typed)
     began = time.perf_counter()
     for stage in stages(folder):
-        if code := _train(stage, folder, [*own.get("", []), *own.get(stage.name, [])]):
+        if code := _train(stage, folder, typed[stage.name]):
             say(f"posttrain: {stage.name} ended with exit code {code}; the same command goes on from there")
             return code
     say(f"\nposttrain: {(time.perf_counter() - began) / 60:.1f} minutes, in {folder}")
@@ -80,7 +83,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _read(words: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:
-    folder, own = Path("runs/posttrain"), dict[str, list[str]]()
+    folder, own = FOLDER, dict[str, list[str]]()
     names = [stage.name for stage in stages(folder)]
     for text in words:
         where, colon, rest = text.partition(":")
@@ -95,9 +98,39 @@ def _read(words: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:
     return folder, own
 
 
-def _train(stage: Stage, folder: Path, words: Sequence[str]) -> int:
+def stages_in_words() -> str:
+    """For `--help`."""
+    lines = ["stages (keys of `k3 PHASE --help`; those of STAGE:key=value replace these):"]
+    for stage in stages(FOLDER):
+        lines.append(f"  {stage.name:<14}k3 {stage.phase} {' '.join(stage.words)}")
+    return "\n".join([f"dir={FOLDER}: where all of it lies; the same command goes on with what is not complete", "", *lines])
+
+
+def _check(folder: Path, typed: Mapping[str, Sequence[str]]) -> None:
+    """Raises UserError for what a stage that has not begun would refuse: before the first takes its minutes."""
+    from recipes.compose import CONFIG_FILE, compose, load_resolved
+
+    model = None
+    for stage in stages(folder):
+        if (file := folder / stage.name / CONFIG_FILE).is_file():
+            model = model or load_resolved(file).model
+            continue
+        try:
+            cfg = compose(_given(stage, folder, typed[stage.name]), stage.phase, after=model)
+        except UserError as error:
+            raise UserError("\n".join(f"{stage.name}: {line}" for line in str(error).splitlines())) from None
+        model = model or cfg.model
+
+
+def _given(stage: Stage, folder: Path, words: Sequence[str]) -> list[str]:
+    """What `k3 PHASE` is given for a stage that begins."""
     init = [] if stage.after is None else [word("run.init", str(folder / stage.after))]
     typed = {text.split("=")[0] for text in words}
+    own = (text for text in stage.words if text.split("=")[0] not in typed)
+    return [*init, *own, *words, word("run.dir", str(folder / stage.name))]
+
+
+def _train(stage: Stage, folder: Path, words: Sequence[str]) -> int:
     here = folder / stage.name
     if (here / "config.yaml").is_file():  # then all of it stands there
         given = (
@@ -106,7 +139,7 @@ def _train(stage: Stage, folder: Path, words: Sequence[str]) -> int:
             else [word("run.dir", str(here)), "run.resume=auto"]
         )
     else:
-        given = [*init, *(w for w in stage.words if w.split("=")[0] not in typed), *words, word("run.dir", str(here))]
+        given = _given(stage, folder, words)
     say(f"\n== {stage.name}: k3 {stage.phase} {' '.join(given)}")
     return subprocess.run([sys.executable, "-P", "-m", "recipes.cli", stage.phase, *given], env=os.environ).returncode
 

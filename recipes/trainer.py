@@ -38,6 +38,7 @@ class StepResult:
     seconds: float
     report: StepReport
     metrics: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)  # for the line of progress
 
 
 @dataclass
@@ -155,13 +156,15 @@ class Trainer:
         )
         self._each("gradients")
         losses = self.objective.total(shares)
-        report = self.optimizer.step(finite=all(map(math.isfinite, losses)), loss=self.objective.yardstick(losses))
+        finite, yardstick = all(map(math.isfinite, losses)), self.objective.yardstick(losses)
+        report = self.optimizer.step(finite=finite, loss=yardstick, idle=batch.idle)
         seconds = time.perf_counter() - began
         done = self.progress
         done.step += 1
         done.tokens += batch.tokens
         done.train_seconds += seconds
-        done.skipped_in_a_row = done.skipped_in_a_row + 1 if report.skipped else 0
+        if report.reason is None or report.reason != batch.idle:  # idle steps tell nothing of the model's health
+            done.skipped_in_a_row = done.skipped_in_a_row + 1 if report.skipped else 0
         rows = sum(micro.tokens.shape[0] for micro in batch.micro_batches) * self.objective.world.data_size
         return StepResult(done.step, losses, batch.tokens, rows, seconds, report)
 

@@ -208,7 +208,9 @@ def _list(value: Any, what: str) -> list[Any]:
 
 
 def _text(message: Mapping[str, Any], name: str) -> str:
-    return _string(message.get(name), f'"{name}"')
+    if message.get(name) is None:
+        raise ChatError(f'has no "{name}"')
+    return _string(message[name], f'"{name}"')
 
 
 def _string(value: Any, what: str) -> str:

@@ -187,6 +187,8 @@ def _write(here: Path, cfg: DataConfig, tokenizer: Tokenizer, train: Source, hel
 def _split(cfg: DataConfig, train: Source) -> Any:
     """Which side a question falls on."""
     questions = [_question(c) for _, c in train.read()]
+    if not questions:
+        raise DataError(f"{train.name}: holds no conversation, only blank lines")
     if len(set(questions)) < 2:
         raise DataError(
             f"{train.name}: its {len(questions)} conversation(s) ask one question, and training and held-out need one each; give "

@@ -25,6 +25,7 @@ class Phase(rl.Phase):
         if cfg.tasks.folder is not None:  # generators' domains are known before (recipes/phases/rules.py)
             self._check(list(dict.fromkeys(task.domain for task in folder.read(cfg.tasks.folder))))
         self.teachers = Teachers(self.experts, cfg, world, self.dialogue)
+        self.lines = (*self.lines, *self.teachers.lines)
 
     def _check(self, of_folder: list[str]) -> None:
         taught = {expert.domain for expert in self.experts}

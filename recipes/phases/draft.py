@@ -213,7 +213,8 @@ def decoded(engine: Engine, batches: list[Batch], world: World) -> dict[str, flo
 def in_words(found: Mapping[str, Any]) -> str:
     rates = lambda name: " ".join(f"{100 * x:.0f}" for x in found[name])
     text = (
-        f"accepted by step {rates('sampling')} % sampling, {rates('greedy')} % greedily; "
-        f"{found['tokens_sampling']:.2f} and {found['tokens_greedy']:.2f} tokens a pass"
+        f"after the text's own tokens the 1st, 2nd ... proposal is accepted {rates('sampling')} % sampling, {rates('greedy')} % "
+        f"greedily, {found['tokens_sampling']:.2f} and {found['tokens_greedy']:.2f} tokens a pass"
     )
-    return text + (f"; decoding greedily {found['decoded_tokens']:.2f}" if "decoded_tokens" in found else "")
+    decoded = "; after the model's own, decoding greedily, {:.2f} tokens a pass"
+    return text + (decoded.format(found["decoded_tokens"]) if "decoded_tokens" in found else "")

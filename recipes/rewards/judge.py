@@ -42,11 +42,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`score` is the weighted sum; `parts` each reward's own, 0..1. `problem` (one of KINDS) says why a part is zero that is no
-    verdict on the answer."""
+    """`score` is the weighted sum; `parts` each reward's own, 0..1. `problems` (of KINDS) say why parts are zero that are no
+    verdict on the answer: one for each such part.
+    """
 
     score: float
-    problem: str | None = None
+    problems: tuple[str, ...] = ()
     detail: str = ""
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -76,6 +77,7 @@ class Judge:
         self._pool = ThreadPoolExecutor(cfg.workers, thread_name_prefix="judge")
         self.problems: Counter[str] = Counter()
         self.judged = 0
+        self._told: set[tuple[str, str]] = set()  # (reward, kind of problem) that was logged
         for name in dict.fromkeys([*cfg.names, *rewards]):
             if name != OWN:
                 check_name(name)
@@ -111,17 +113,19 @@ class Judge:
     def _verdict(self, task: Task, parts: dict[str, _Part]) -> Verdict:
         self.judged += 1
         values = {name: parts[name].score for name in self._names(task)}
+        problems = tuple(part.problem for part in parts.values() if part.problem)
         bad = next((part for part in parts.values() if part.problem), None)
         for name, part in parts.items():
             if part.problem:
-                if not self.problems[part.problem]:
+                if (name, part.problem) not in self._told:
+                    self._told.add((name, part.problem))
                     log.warning(
                         "reward %s of task %s: %s: %s; such score zero and are counted", name, task.id, part.problem, part.detail
                     )
                 self.problems[part.problem] += 1
         score = sum(weight * value for weight, value in zip(weights(self._cfg), values.values()))
         detail = bad.detail if bad else next((part.detail for part in parts.values() if part.detail), "")
-        return Verdict(score, bad.problem if bad else None, detail, values)
+        return Verdict(score, problems, detail, values)
 
     def _sandboxed(self, reward: str, items: list[tuple[Task, Completion]]) -> list[_Part]:
         count = min(self._cfg.workers, len(items))

@@ -26,17 +26,17 @@ class BudgetConfig:
     the prompt's domain. The factor falls linearly from `start` to `end` over the run (large is max effort, small is low).
     """
 
-    start: float | None = None  # null: no budget
-    end: float = 1.0
+    # answers longer than this times the initial model's (mean tokens in their domain) have reward -1; null: no budget
+    start: float | None = None
+    end: float = 1.0  # to which that factor falls, linearly over the run
 
 
 @dataclass
 class RlConfig:
     prompts: int = 32  # groups that are sampled at a time, over all data ranks
     samples: int = 8  # trajectories of each prompt
-    complete: float = (
-        1.0  # share of unfinished trajectories that must finish before the update; the others go on in the next step
-    )
+    # share of unfinished trajectories that must finish before the update; the others go on in the next step
+    complete: float = 1.0
     max_new_tokens: int = 64  # of a trajectory
     low: float = 0.8  # the ratio of the policies is clipped to [low, high]
     high: float = 1.25
@@ -91,5 +91,7 @@ def refusals(r: RlConfig) -> Iterator[tuple[str, Any, str]]:
     if not r.tau >= 0:
         yield "rl.tau", r.tau, "must be at least 0"
     b = r.budget
-    if b.start is not None and not 0 < b.end <= b.start:
+    if b.start is not None and not b.start > 0:
+        yield "rl.budget.start", b.start, "is a factor of the initial model's lengths: must be above 0, or null for no budget"
+    elif b.start is not None and not 0 < b.end <= b.start:
         yield "rl.budget.end", b.end, f"must lie in (0, rl.budget.start={b.start}]"

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -145,7 +145,8 @@ class Rollouts:
             self.teach(told)
         self._report(told, time.perf_counter() - began)
         index, self.position = self.position, self.position + 1
-        return self._batch([one for group in self._learnt(told) for one in group.sampled], index)
+        batch = self._batch([one for group in self._learnt(told) for one in group.sampled], index)
+        return replace(batch, idle=self._idle(told))
 
     def _learnt(self, told: Sequence[Told]) -> Sequence[Told]:
         """The groups that the update is computed from: whose advantages are all zero, a fresh one adds nothing to it.
@@ -155,6 +156,12 @@ class Rollouts:
         if self.teach is not None or self.cfg.even is Even.keep:
             return told
         return [group for group in told if len(set(group.rewards)) > 1] or told[:1]
+
+    def _idle(self, told: Sequence[Told]) -> str | None:
+        """Why an update would be one from rounding errors, which Muon makes as large as any."""
+        if self.teach is not None or any(len(set(group.rewards)) > 1 for group in told):
+            return None
+        return f"in none of {len(told)} groups did rewards differ"
 
     def check(self) -> None:
         """Raises UserError where prompts of the first step do not fit a row: before anything is written. Alike on all ranks."""
@@ -246,13 +253,13 @@ class Rollouts:
             scores = [v.score for v in verdict]
             most = self._budget(group.task.domain)
             rewards = [-1.0 if len(one.tokens) > most else s for one, s in zip(group.trajectories, scores)]
-            mean = math.fsum(rewards) / len(rewards)
+            mean = math.fsum(rewards) / len(rewards) if len(set(rewards)) > 1 else rewards[0]  # then nothing is left of it
             sampled = once(
                 Sampled(one.prompt, one.tokens, one.logprobs, old.get(one.key, 0), reward - mean)
                 for one, reward in zip(group.trajectories, rewards)
             )
             cut = sum(one.finished == "length" for one in group.trajectories)
-            problems = [v.problem for v in verdict if v.problem is not None]
+            problems = [problem for v in verdict for problem in v.problems]
             yield Told(group.number, group.task.domain, group.effort, sampled, rewards, scores, problems, cut)
 
     def _budget(self, domain: str) -> float:

@@ -37,6 +37,12 @@ class Teachers:
             if teacher.path not in self._opened:
                 self._opened[teacher.path] = self._open(teacher)
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Which expert judges what."""
+        of = lambda teacher: teacher.domain + (f" at effort {teacher.effort.name}" if teacher.effort is not Effort.none else "")
+        return tuple(f"teacher of {of(teacher)}: {teacher.path}" for teacher in self.teachers)
+
     def _open(self, teacher: Teacher) -> Initial:
         try:
             weights = initial(teacher.path, self.world)

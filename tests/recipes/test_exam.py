@@ -66,12 +66,12 @@ def test_one_answer_to_all_tasks_of_a_domain() -> None:
     exam = _exam(tasks)
     assert exam.guesses == {"a": 0.5, "b": 1.0}
     domains = tuple(task.domain for task in tasks)
-    before = Grades((0.0,) * 7, domains, (1.0,) * 7, exam.guesses)
-    after = Grades((1.0,) * 7, domains, (1.0,) * 7, exam.guesses)
+    before = Grades((0.0,) * 7, domains, (1.0,) * 7, (0.5,) * 7, exam.guesses)
+    after = Grades((1.0,) * 7, domains, (1.0,) * 7, (0.0,) * 7, exam.guesses)
     every, a, b, c = lines(before, after)
     assert "one answer" not in every + c
     assert "of 4 held-out tasks, where one answer to all scores 50.0%; gain" in a and "one answer to all scores 100.0%" in b
-    alone = Grades((1.0, 0.0), ("a", "a"), (1.0, 1.0), {"a": 0.5})
+    alone = Grades((1.0, 0.0), ("a", "a"), (1.0, 1.0), (0.0, 0.0), {"a": 0.5})
     assert all("one answer to all scores 50.0%" in line for line in lines(alone, alone)), "all of one domain"
     records = [json.loads(json.dumps({"step": step, **vars(grades)})) for step, grades in enumerate((before, after))]
     assert grades_of(records[1]) == after

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes import posttrain
+from recipes import cli, posttrain
 from recipes.chain import stages as chained
 from recipes.compose import compose
 from recipes.errors import UserError
@@ -36,6 +36,21 @@ def test_words_are_for_a_stage_or_for_all() -> None:
         posttrain._read(["sfft:run.steps=3"])
 
 
+@pytest.mark.parametrize("stage, phase", [("sft", "sft"), ("rl-relations", "rl"), ("distill", "distill")])
+def test_a_later_stages_mistake_is_told_before_the_first_begins(tmp_path: Path, stage: str, phase: str) -> None:
+    with pytest.raises(UserError, match=f"^{stage}: run.stepz=3: there is no key run.stepz; the nearest is run.steps"):
+        posttrain.run([f"dir={tmp_path / 'x'}", f"{stage}:run.stepz=3"])
+    with pytest.raises(UserError, match=f"^{stage}: exam.samples=-1: must be"):
+        posttrain.run([f"dir={tmp_path / 'x'}", f"{stage}:exam.samples=-1"])
+    assert not (tmp_path / "x").exists()
+
+
+def test_help_names_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["posttrain", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {stage.name} " in said for stage in posttrain.stages(Path("x"))) and "dir=runs/posttrain" in said
+
+
 def _exam(folder: Path, *each: dict[str, list[bool]]) -> None:
     folder.mkdir()
     with (folder / RECORD).open("w") as file:
@@ -47,6 +62,7 @@ def _exam(folder: Path, *each: dict[str, list[bool]]) -> None:
                 "right": right,
                 "domains": domains,
                 "tokens": [1] * len(right),
+                "cut": [0] * len(right),
                 "guesses": dict.fromkeys(of, 0.25),
             }
             file.write(json.dumps(record) + "\n")

@@ -91,10 +91,37 @@ def test_a_plug_in_scores(judge: Judge) -> None:
 def test_a_misbehaving_plug_in_scores_zero_is_counted_and_starts_again(judge: Judge, response: str, kind: str) -> None:
     before = judge.problems[kind]
     bad, good = judge.score([(task(), response), (task(), "4")])
-    assert (bad.score, bad.problem) == (0.0, kind) and bad.detail
-    assert (good.score, good.problem) == (0.5, None)
+    assert (bad.score, bad.problems) == (0.0, (kind,)) and bad.detail
+    assert (good.score, good.problems) == (0.5, ())
     assert judge.problems[kind] == before + 1
     assert judge.score([(task(), "4")] * 3)[2].score == 0.5
+
+
+def test_every_reward_that_fails_is_counted_and_told_once(plug_in: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "other.py").write_text("def good(task, response): return 1.0\ndef bad(task, response): raise KeyError('it')\n")
+    good, bad = f"{tmp_path / 'other.py'}:good", f"{tmp_path / 'other.py'}:bad"
+    with Judge(RewardsConfig(names=[plug_in, good, bad], weights=[1.0, 0.5, 1.0], seconds=3)) as judge:
+        first, second, third = judge.score([(task(), response) for response in ("nan", "raise", "4")])
+        assert first.problems == ("garbage", "crash") and first.score == 0.5
+        assert second.problems == ("crash", "crash") and third.problems == ("crash",) and third.score == 1.0
+        assert judge.problems == {"garbage": 1, "crash": 4}
+        judge.score([(task(), "nan")])
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 3 and sum("KeyError: 'it'" in line for line in told) == 1
+    assert all(
+        line.startswith(f"reward {name} of task t:1: ") for line, name in zip(sorted(told), sorted([plug_in, plug_in, bad]))
+    )
+
+
+def test_a_function_that_does_not_take_a_task_and_a_response_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("def reward(task): return 1.0\n")
+    with (
+        Judge(RewardsConfig(names=[f"{tmp_path / 'one.py'}:reward"])) as judge,
+        pytest.raises(
+            UserError, match=r"one\.py:reward: cannot be loaded in the sandbox: crash: .*too many positional arguments"
+        ),
+    ):
+        judge.score([(task(), "4")])
 
 
 def test_scores_depend_neither_on_workers_nor_on_the_call(judge: Judge, plug_in: str) -> None:
@@ -113,7 +140,7 @@ def test_unit_tests() -> None:
     with Judge(RewardsConfig(workers=2, seconds=30), {"tests"}) as judge:
         verdicts = judge.score([(given, text) for text in (good, half, wrong, *forged)])
         assert [v.score for v in verdicts] == [1, 1, 0, *[0] * len(forged)]
-        assert verdicts[2].problem is None and "AssertionError" in verdicts[2].detail
+        assert not verdicts[2].problems and "AssertionError" in verdicts[2].detail
         assert verdicts[0].parts == {"tests": 1.0}
     with Judge(RewardsConfig(partial_tests=True, seconds=30), {"tests"}) as judge:
         assert judge.score([(given, wrong)])[0].score == pytest.approx(1 / 3)

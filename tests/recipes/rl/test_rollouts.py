@@ -41,7 +41,7 @@ class Numbers:
         return [7, 200, 3 + int(task.prompt) % 50]
 
     def judge(self, answers: Sequence[tuple[Task, Sequence[int]]]) -> list[Verdict]:
-        return [Verdict(float(sum(tokens) % 2), "garbage" if len(tokens) % 2 == 0 else None) for _, tokens in answers]
+        return [Verdict(float(sum(tokens) % 2), ("garbage",) if len(tokens) % 2 == 0 else ()) for _, tokens in answers]
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +162,23 @@ def test_groups_without_a_difference_are_left_out(model: k3.Model) -> None:
         assert [one.tokens for one in some] == [one.tokens for one in mixed or groups[0]]
     even = [Told(number, "odd", Effort.none, [], [1.0, 1.0], [1.0, 1.0], [], 0) for number in range(3)]
     assert dropped._learnt(even) == even[:1] and kept._learnt(even) == even
+
+
+@pytest.mark.parametrize("even", Even)
+def test_a_step_whose_groups_are_all_even_is_idle(model: k3.Model, even: Even) -> None:
+    """Of rewards that are no round number, too, whose mean could be another."""
+    stream = rollouts(model, dataclasses.replace(CONFIG, even=even, samples=7))
+    judge = stream.prompts.judge
+    assert next(stream).idle is None
+    stream.prompts.judge = lambda answers: [Verdict(0.1) for _ in answers]  # type: ignore[method-assign]
+    batch = next(stream)
+    assert batch.idle == "in none of 3 groups did rewards differ"
+    assert all(not micro.advantage.any() for micro in batch.micro_batches) and stream.metrics["rl/mixed_groups"] == 0
+    stream.prompts.judge = judge  # type: ignore[method-assign]
+    assert next(stream).idle is None
+    taught = rollouts(model, teach=lambda told: None)
+    taught.prompts.judge = lambda answers: [Verdict(0.1) for _ in answers]  # type: ignore[method-assign]
+    assert next(taught).idle is None, "teachers judge tokens, whatever these are worth"
 
 
 def test_what_waits_is_kept_as_it_was_when_it_was_asked_for(model: k3.Model) -> None:
