@@ -30,7 +30,7 @@ LAYOUT = ("parallel.dp=2",)  # of every stage: two cores do more as two ranks th
 EXAM = ("exam.samples=4", "exam.max_new_tokens=20")  # the model as RL trains it: a policy that draws
 HELDOUT, FRACTION = 128, 0.25  # tasks of each generator that are asked, and the share of all prompts that is held out
 READING = ("run.eval_every=0", "data.heldout_tokens=16384")
-TUNING = ("run.steps=220", "run.eval_every=0", "data.batch_size=8", *EXAM, "data.heldout_tokens=4096", "optim.lr=2e-3")
+TUNING = ("run.steps=280", "run.eval_every=0", "data.batch_size=8", *EXAM, "data.heldout_tokens=4096", "optim.lr=2e-3")
 SAMPLING = ("run.eval_every=0", "rl.max_new_tokens=20", *EXAM, "optim.lr=2e-3")
 PRACTISING, STUDYING = (*SAMPLING, "run.steps=30"), (*SAMPLING, "run.steps=100")
 FOLDER = Path("runs/posttrain")
