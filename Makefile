@@ -6,7 +6,7 @@ PYTEST = .venv/bin/python -m pytest
 PUBLIC = k3 parallel optim data kernels recipes slurm
 
 help:
-	@echo "make posttrain  the whole way from text to a distilled model, in about half an hour; everything lies in runs/posttrain"
+	@echo "make posttrain  the whole way from text to a distilled model, in about a quarter of an hour; everything lies in runs/posttrain"
 	@echo "make pretrain   install if needed, prepare the data, train the nano model; everything is written under runs/"
 	@echo "make test       install if needed, run the tests that are not marked slow"
 	@echo "make test-slow  the tests marked slow"
