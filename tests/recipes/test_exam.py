@@ -75,5 +75,6 @@ def test_one_answer_to_all_tasks_of_a_domain() -> None:
     assert all("one answer to all scores 50.0%" in line for line in lines(alone, alone)), "all of one domain"
     records = [json.loads(json.dumps({"step": step, **vars(grades)})) for step, grades in enumerate((before, after))]
     assert grades_of(records[1]) == after
+    assert exam.cut(before) == ", 50% of them cut at exam.max_new_tokens=32" and not exam.cut(after)
     dotted = [line for line in picture(records).axes[0].get_lines() if line.get_linestyle() == ":"]
     assert [line.get_ydata()[0] for line in dotted] == [0.5, 1.0]  # type: ignore[index]
