@@ -57,6 +57,7 @@ class StepReport:
     clipped_heads: int = 0  # of the whole model, as the next
     max_logit: float | None = None  # largest attention logit since the last step; None where none was seen
     reason: str | None = None  # why the step was skipped
+    idle: str | None = None  # why there was no update to make: as where it is skipped, but nothing is wrong
 
 
 def build(
@@ -132,16 +133,19 @@ class Optimizer:
         """
         gradients = {n: g for n, shard in self._parts.items() if (g := shard.gradient) is not None}
         norm, finite, loss = self._agree(gradients, finite, loss)
-        reason = self.guard.objection(finite=finite, loss=loss, norm=norm) or idle
+        reason = self.guard.objection(finite=finite, loss=loss, norm=norm)
         lr = self.cfg.lr * schedule.factor(self.cfg.schedule, self.step_count, self.steps)
         scale = clip_coefficient(norm, self.cfg.grad_clip)
         self._step += 1
-        if reason is not None:
-            self._skipped += 1
+        if reason is not None or idle is not None:
+            self._skipped += reason is not None
             seen = clip_weights(self.clip_targets, {}, self.shards, None)
             if self.balancing is not None:
                 self.balancing.reset()
-            return StepReport(self.step_count, lr, norm, scale, skipped=True, max_logit=seen.max_logit, reason=reason)
+            skipped = reason is not None
+            return StepReport(
+                self.step_count, lr, norm, scale, skipped, max_logit=seen.max_logit, reason=reason, idle=None if skipped else idle
+            )
 
         weights = self._weights()
         decay = self.cfg.weight_decay

@@ -32,6 +32,7 @@ def summarise(records: Sequence[dict[str, Any]], model: dict[str, Any], results:
         "bigram_loss": last.get("bigram_loss"),
         "unigram_loss": last.get("unigram_loss"),
         "skipped_steps": sum(bool(r["skipped"]) for r in records),
+        "idle_steps": sum("idle" in r for r in records),
         "balance": balance(records),
         "dense": results.get("dense"),
         "report": results.get("report", []),
@@ -122,6 +123,8 @@ def text(s: dict[str, Any], folder: str) -> str:
     lines += [f"{'measured' if number == 0 else '':<12}{line}" for number, line in enumerate(s["report"])]
     if s["skipped_steps"]:
         lines.append(f"skipped     {s['skipped_steps']} steps whose loss or gradient was not finite or a spike")
+    if s["idle_steps"]:
+        lines.append(f"no update   in {s['idle_steps']} steps, in which there was nothing to learn (`idle` in metrics.jsonl)")
     export = f"the model in {s['export']}/ (k3.hf.load), " if s["export"] else ""
     lines.append(f"files       {folder}: metrics.jsonl, pictures, {export}{s['checkpoint']}")
     return "\n".join(lines)

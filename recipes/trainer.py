@@ -163,7 +163,7 @@ class Trainer:
         done.step += 1
         done.tokens += batch.tokens
         done.train_seconds += seconds
-        if report.reason is None or report.reason != batch.idle:  # idle steps tell nothing of the model's health
+        if report.idle is None:  # which tells nothing of the model's health
             done.skipped_in_a_row = done.skipped_in_a_row + 1 if report.skipped else 0
         rows = sum(micro.tokens.shape[0] for micro in batch.micro_batches) * self.objective.world.data_size
         return StepResult(done.step, losses, batch.tokens, rows, seconds, report)

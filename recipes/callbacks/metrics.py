@@ -31,6 +31,7 @@ def scalars(result: StepResult, trainer: Trainer) -> dict[str, Any]:
         "clip_coefficient": report.clip_coefficient,
         "skipped": report.skipped,
         **({"skip_reason": report.reason} if report.skipped else {}),
+        **({"idle": report.idle} if report.idle is not None else {}),
         "max_logit": report.max_logit,
         "clipped_heads": report.clipped_heads,
         "batch_size": result.sequences,
@@ -113,7 +114,7 @@ class Metrics(Callback):
         world = trainer.objective.world
         if world.size == 1:
             return update_rms(result.report.update_rms, self.per_head)
-        if result.report.skipped:
+        if result.report.skipped or result.report.idle is not None:
             return {}
         return update_rms_of_all(result.report.update_rms, trainer.optimizer.muon.blocks, self.per_head, world, detailed=detailed)
 

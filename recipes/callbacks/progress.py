@@ -33,8 +33,9 @@ class ProgressBar(Callback):
         # from the clock and not from the steps' own time: evaluations count too
         left = (time.perf_counter() - self.began) / (result.step - self.first) * (trainer.steps - result.step)
         skipped = f", skipped: {result.report.reason}" if result.report.skipped else ""
+        idle = f", no update: {result.report.idle}" if result.report.idle else ""
         words = ", ".join([f"loss {result.losses[0]:.4f}", *result.words])
-        text = f"{words}, {self.tokens_per_second:,.0f} tokens/s, {clock(left)} left{skipped}"
+        text = f"{words}, {self.tokens_per_second:,.0f} tokens/s, {clock(left)} left{skipped}{idle}"
         if self.bar is not None:
             self.bar.update(self.task, completed=result.step, description=text)
         elif result.step % max(1, trainer.steps // LINES) == 0 or result.step in (self.first + 1, trainer.steps) or skipped:

@@ -66,7 +66,7 @@ def test_acceptance_is_measured_before_and_after(drafted: Path) -> None:
         assert 1 < r["tokens_greedy"] < 4 and 1 < r["tokens_sampling"] < 4 and 1 <= r["decoded_tokens"] <= 4
     assert records[1]["loss"] < records[0]["loss"]
     summary = (drafted / "summary.txt").read_text()
-    assert "draft, step 0: accepted by step" in summary and "draft, step 4: accepted by step" in summary
+    assert all(f"draft, step {step}: after the text's own tokens the 1st" in summary for step in (0, 4))
 
 
 def test_resume_is_the_same_run(home: Path, drafted: Path) -> None:

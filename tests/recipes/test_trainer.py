@@ -237,7 +237,8 @@ def test_an_idle_step_moves_no_parameter_and_tells_nothing_of_the_models_health(
     assert trainer.progress.step == 5 and trainer.progress.skipped_in_a_row == 0
     assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
     assert all(torch.equal(value, guard[name]) for name, value in trainer.optimizer.guard.tensors().items())
-    assert [r["skip_reason"] for r in metrics(tmp_path)] == ["nothing differs"] * 4
+    assert [(r["idle"], r["skipped"]) for r in metrics(tmp_path)] == [("nothing differs", False)] * 4
+    assert trainer.optimizer.skipped_count == 0
     object.__setattr__(trainer.objective, "share", spoilt(trainer.objective.share))
     with pytest.raises(TrainingError, match="steps 6 to 7"):
         trainer.run(9)
