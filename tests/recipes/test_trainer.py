@@ -219,7 +219,7 @@ def test_one_bad_step_is_skipped_and_forgotten(make):
 
 
 def test_an_idle_step_moves_no_parameter_and_tells_nothing_of_the_models_health(make, tmp_path):
-    trainer = make("optim.guard.max_skipped=2")
+    trainer = make()
     trainer.train_step()
     before = {name: value.clone() for name, value in parameters(trainer).items()}
     guard = {name: value.clone() for name, value in trainer.optimizer.guard.tensors().items()}
@@ -239,9 +239,14 @@ def test_an_idle_step_moves_no_parameter_and_tells_nothing_of_the_models_health(
     assert all(torch.equal(value, guard[name]) for name, value in trainer.optimizer.guard.tensors().items())
     assert [(r["idle"], r["skipped"]) for r in metrics(tmp_path)] == [("nothing differs", False)] * 4
     assert trainer.optimizer.skipped_count == 0
-    object.__setattr__(trainer.objective, "share", spoilt(trainer.objective.share))
-    with pytest.raises(TrainingError, match="steps 6 to 7"):
-        trainer.run(9)
+    share = trainer.objective.share
+    object.__setattr__(trainer.objective, "share", spoilt(share))
+    trainer.stream = stream
+    assert trainer.train_step().report.skipped
+    trainer.stream = Idle()
+    assert trainer.train_step().report.skipped, "which is worse than idle"
+    object.__setattr__(trainer.objective, "share", share)
+    assert trainer.train_step().report.idle and trainer.progress.skipped_in_a_row == 2
 
 
 def spoilt(share):

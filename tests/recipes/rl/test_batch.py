@@ -45,11 +45,11 @@ def test_a_token_is_compared_with_what_others_drew_after_the_same_tokens() -> No
         drawn = [-0.5] * len(ratios)
         return Sampled([7], [ord(t) for t in tokens], drawn, teacher=[r - 0.5 for r in ratios], times=times)
 
-    group = [one("ab", 1.0, 0.5), one("ac", 1.0, -9.0), one("ac", 1.0, -9.0), one("d", -0.25), one("abe", 1.0, 0.5, 0.125)]
+    group = [one("ab", 1.0, 0.5), one("ac", 1.0, -9.0), one("ac", 1.0, -9.0), one("dc", -0.25, 1.75), one("abe", 1.0, 0.5, 0.125)]
     set_baselines(group, limit=2.0)
     of_first = (1.0 + 1.0 - 0.25 + 1.0) / 4
     assert [value for o in group for value in o.baseline or ()] == pytest.approx([
-        of_first, (-2.0 - 2.0 + 0.5) / 3, *[of_first, (0.5 - 2.0 + 0.5) / 3] * 2, 1.0, of_first, (0.5 - 4.0) / 3, 0.0,
+        of_first, (-2.0 - 2.0 + 0.5) / 3, *[of_first, (0.5 - 2.0 + 0.5) / 3] * 2, 1.0, 0.0, of_first, (0.5 - 4.0) / 3, 0.0,
     ])  # fmt: skip
     merged = [group[0], one("ac", 1.0, -9.0, times=2), *group[3:]]
     set_baselines(merged, limit=2.0)

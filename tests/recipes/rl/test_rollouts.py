@@ -166,8 +166,8 @@ def test_groups_without_a_difference_are_left_out(model: k3.Model) -> None:
 
 @pytest.mark.parametrize("even", Even)
 def test_a_step_whose_groups_are_all_even_is_idle(model: k3.Model, even: Even) -> None:
-    """Of rewards that are no round number, too, whose mean could be another."""
-    stream = rollouts(model, dataclasses.replace(CONFIG, even=even, samples=7))
+    """Of rewards, too, whose mean is another number by rounding: three times 0.1."""
+    stream = rollouts(model, dataclasses.replace(CONFIG, even=even, samples=3))
     judge = stream.prompts.judge
     assert next(stream).idle is None
     stream.prompts.judge = lambda answers: [Verdict(0.1) for _ in answers]  # type: ignore[method-assign]
