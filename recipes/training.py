@@ -116,7 +116,7 @@ def run_in(cfg: Config, folder: RunFolder, interrupts: Interrupts, world: World)
             cb.Sample(folder.path, phase.tokenizer, *prompt),
             *phase.finale(folder),
             cb.Pictures(folder.path, live=facts["wandb"] is not None),
-            cb.Export(folder.path / "hf"),
+            cb.Export(folder.path / "hf", phase.tokenizer),
             cb.on_first(world, cb.Summary(folder.path, model, layout)),
             cb.on_first(world, cb.Wandb(cfg.wandb, folder.path, {**plain(cfg), "code": facts["code"]})),
         ]

@@ -27,7 +27,7 @@ from data.workshop import once
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # raise it when the template's wording or these files change
+FORMAT = 2  # raise it when the template's wording or these files change
 SPLITS = ("train", "heldout")
 _MANIFEST = "manifest.json"
 _TOKENIZER = "tokenizer.json"
@@ -118,7 +118,13 @@ def prepare_chat(
         stats = _write(here, cfg, tokenizer, train, heldout)
         tokenizer.save(here / _TOKENIZER)
         about = {"vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
-        manifest = {"key": key, "source": train.name, "made_by": made_by, "tokenizer": about, **stats}
+        manifest = {
+            "key": key,
+            "sources": {"train": train.name, "heldout": (heldout or train).name},
+            "made_by": made_by,
+            "tokenizer": about,
+            **stats,
+        }
         (here / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
     return once(folder, lambda: _open(folder, key), build, cfg.cache)
@@ -144,6 +150,7 @@ def _write(here: Path, cfg: DataConfig, tokenizer: Tokenizer, train: Source, hel
         side = _split(cfg, train)
         rows = _rendered(train, cfg.chat.mode, side)
     else:
+        _tell_of_shared(train, heldout)
         both = ((train, "train"), (heldout, "heldout"))
         rows = (row for source, name in both for row in _rendered(source, cfg.chat.mode, lambda _, name=name: name))  # type: ignore[misc]
     files = {(s, n): (here / f"{s}.{n}").open("wb") for s in SPLITS for n in _TYPES}
@@ -196,6 +203,17 @@ def _split(cfg: DataConfig, train: Source) -> Any:
         )
     split = Split(cfg.heldout_fraction, iter(questions), train.name)
     return lambda conversation: "heldout" if split.is_heldout(_question(conversation)) else "train"
+
+
+def _tell_of_shared(train: Source, heldout: Source) -> None:
+    """Two files are the user's own choice: what is in both is told, and stays."""
+    asked = {_question(c) for _, c in train.read()}
+    questions = [_question(c) for _, c in heldout.read()]
+    if shared := sum(question in asked for question in questions):
+        log.warning(
+            "%s: %d of its %d conversations ask what one of %s asks, so the held-out loss is also of what was trained on",
+            heldout.name, shared, len(questions), train.name,
+        )  # fmt: skip
 
 
 def _question(conversation: Conversation) -> str:

@@ -121,12 +121,12 @@ class Rows:
 
 def _fitting(cfg: DataConfig, prepared: PreparedChat, split: Conversations, name: str) -> np.ndarray:
     """Indices of the conversations that are read; what becomes of the others is `cfg.chat.too_long`, and said."""
-    room = cfg.seq_length + 1
+    room, source = cfg.seq_length + 1, prepared.manifest["sources"][name]
     long = split.lengths > room
     keep = ~long
     if count := int(long.sum()):
         what = (
-            f"{count} of {len(split)} {name} conversations of {prepared.manifest['source']} are longer than a row of "
+            f"{count} of {len(split)} {name} conversations of {source} are longer than a row of "
             f"data.seq_length + 1 = {room} tokens (the longest: {int(split.lengths.max())})"
         )
         if cfg.chat.too_long is TooLong.refuse:
@@ -142,7 +142,7 @@ def _fitting(cfg: DataConfig, prepared: PreparedChat, split: Conversations, name
             log.warning("data.chat.too_long=drop: %s and are left out", what)
     if not keep.any():
         raise DataError(
-            f"data.seq_length={cfg.seq_length}: no {name} conversation of {prepared.manifest['source']} fits {room} tokens, "
+            f"data.seq_length={cfg.seq_length}: no {name} conversation of {source} fits {room} tokens, "
             f"the shortest has {int(split.lengths.min())}"
         )
     return np.flatnonzero(keep)

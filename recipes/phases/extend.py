@@ -14,7 +14,6 @@ from parallel.world import World
 from recipes import recall
 from recipes.config import Config, recall_lengths
 from recipes.console import say
-from recipes.objective import Counted
 from recipes.phases import pretrain
 from recipes.run_folder import RunFolder
 from recipes.trainer import Callback, StepResult, Trainer
@@ -34,7 +33,7 @@ class Phase(pretrain.Phase):
 
 
 class Recall(Callback):
-    """Loss and accuracy on answers that stand far back, by length: before the first step and after the last."""
+    """Loss on answers that stand far back, and the share found, by length: before the first step and after the last."""
 
     def __init__(self, asked: dict[int, list[data.Batch]], folder: Path):
         self.asked, self.folder = asked, folder
@@ -47,12 +46,12 @@ class Recall(Callback):
         if result.step == trainer.steps:
             found = self._measure(trainer, result.step)
             result.metrics |= {f"recall/loss/{length}": one.loss for length, one in found.items()}
-            result.metrics |= {f"recall/accuracy/{length}": one.accuracy for length, one in found.items()}
+            result.metrics |= {f"recall/found/{length}": one.found for length, one in found.items()}
 
-    def _measure(self, trainer: Trainer, step: int) -> dict[int, Counted]:
+    def _measure(self, trainer: Trainer, step: int) -> dict[int, recall.Recalled]:
         found = recall.recall(trainer.model, self.asked)
         for length, one in found.items():
-            say(f"step {step}: answers {length // 2:,} tokens back and more: loss {one.loss:.3f} nats, {one.accuracy:.1%} found")
+            say(f"step {step}: answers {length // 2:,} tokens back and more: loss {one.loss:.3f} nats, {one.found:.1%} found")
         if trainer.objective.world.rank == 0:
             kept = [record for record in _read(self.folder / RECORD) if record["step"] < step]
             kept.append({"step": step, "found": {length: vars(one) for length, one in found.items()}})
@@ -65,7 +64,7 @@ class Recall(Callback):
         records = _read(self.folder / RECORD)
         names = ("before", "after")[-len(records) :]
         found = {
-            name: {int(length): Counted(**one) for length, one in record["found"].items()}
+            name: {int(length): recall.Recalled(**one) for length, one in record["found"].items()}
             for name, record in zip(names, (records[0], records[-1])[-len(records) :])
         }
         trainer.results.setdefault("report", []).extend(recall.table(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from data.config import SHORTEST_RECALL, ChatMode
 from recipes.coming import TRAINING as TRAINED
@@ -28,6 +29,10 @@ def refusals(cfg: Config, job: str) -> Iterator[tuple[str, object, str]]:
             yield "run.init", None, f"k3 {job} begins with a model; give its run, a checkpoint or a published folder"
         elif cfg.data.tokenizer == "train":
             yield "data.tokenizer", "train", "the model reads its own tokens, and no tokenizer.json is beside it; give that file"
+    if job == "eval" and (not cfg.eval.what or len(set(cfg.eval.what)) < len(cfg.eval.what)):
+        yield "eval.what", cfg.eval.what, f"give each measure once, and at least one: {', '.join(Measure.__members__)}"
+    if job == "eval" and cfg.eval.out is not None and Path(cfg.eval.out).is_dir():
+        yield "eval.out", cfg.eval.out, "is a folder; give a file for the JSON"
     if job == "eval" and Measure.context in cfg.eval.what:
         lengths = recall_lengths(cfg)
         if uneven := [length for length in lengths if length < 1 or lengths[-1] % length]:

@@ -65,7 +65,9 @@ def test_a_phase_runs_to_its_summary(case: str, pretrained: Path, whole: dict[st
     summary = json.loads((folder / "summary.json").read_text())
     name, picture = MEASURED[case]
     assert summary["steps"] == 4 and set(summary[name]) == {"before", "after"}
-    assert (folder / picture).is_file() and (folder / "hf/config.json").is_file() and (folder / "tokenizer.json").is_file()
+    assert (folder / picture).is_file() and (folder / "hf/config.json").is_file()
+    assert (folder / "tokenizer.json").read_text() == (folder / "hf/tokenizer.json").read_text(), "any job may begin with hf"
+    assert compose([f"run.init={folder / 'hf'}"], "eval").data.tokenizer == str(folder / "hf/tokenizer.json")
     records = metrics(folder)
     assert [r["step"] for r in records] == [1, 2, 3, 4] and all(r["grad_norm"] > 0 for r in records)
     if case in ("rl", "partial"):

@@ -14,8 +14,8 @@ import parallel
 from k3.activations import ActivationConfig
 from recipes.bench.length import Cost, _numbers, linear
 from recipes.errors import UserError
-from recipes.objective import Counted, heldout_loss
-from recipes.recall import loss_by_length, loss_by_position, picture, recall, table
+from recipes.objective import heldout_loss
+from recipes.recall import Recalled, _answers, loss_by_length, loss_by_position, picture, recall, table
 from tests.data.conftest import write_corpus
 
 
@@ -40,15 +40,31 @@ def test_recall_is_the_loss_on_answers_alone(prepared, model):
     found = recall(model, sets)
     assert list(found) == [128, 256]
     for length, batches in sets.items():
-        assert sum(b.loss_mask.sum() for b in batches) == found[length].targets >= 8
-        losses, hits = [], []
+        losses, answers = [], []
         for b in batches:
             with torch.no_grad():
                 logits = model.module.eval()(b.tokens, b.document_starts)
             losses.append(torch.nn.functional.cross_entropy(logits[b.loss_mask[0]], b.labels[b.loss_mask[0]], reduction="none"))
-            hits.append(logits.argmax(-1)[b.loss_mask[0]] == b.labels[b.loss_mask[0]])
+            hits = logits.argmax(-1) == b.labels
+            for row in range(len(hits)):
+                whole = None
+                for counts, hit in zip(b.loss_mask[0, row].tolist(), hits[row].tolist()):
+                    if counts:
+                        whole = hit and whole is not False
+                    elif whole is not None:
+                        answers.append(whole)
+                        whole = None
         assert found[length].loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-12)
-        assert found[length].accuracy == pytest.approx(torch.cat(hits).double().mean().item(), rel=1e-12)
+        assert found[length].answers == len(answers) >= 4 and sum(len(one) for one in losses) > len(answers)
+        assert found[length].found == sum(answers) / len(answers)
+
+
+def test_an_answer_is_found_if_all_of_its_tokens_are() -> None:
+    mask = torch.tensor([[[0, 1, 1, 0, 1, 1], [1, 1, 0, 0, 1, 0]]]).bool()
+    hits = torch.tensor([[1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 0]])
+    batch = data.Batch(torch.zeros(2, 6), torch.zeros(2, 6), torch.zeros(2, 6, dtype=torch.bool), mask)
+    scores = torch.stack([torch.arange(12.0).view(2, 6), hits.float()])
+    assert _answers(batch, scores).tolist() == [1 + 2 + 4 + 5 + 6 + 7 + 10, 7, 2, 4]
 
 
 def test_losses_by_length_and_by_position_are_of_the_same_targets(prepared, model):
@@ -63,7 +79,7 @@ def test_losses_by_length_and_by_position_are_of_the_same_targets(prepared, mode
 
 
 def test_the_table_and_the_picture_show_before_and_after(tmp_path):
-    found = {"before": {256: Counted(1.0, 0.5, 8), 1024: Counted(5.0, 0.0, 8)}, "after": {1024: Counted(2.0, 0.25, 8)}}
+    found = {"before": {256: Recalled(1.0, 0.5, 8), 1024: Recalled(5.0, 0.0, 8)}, "after": {1024: Recalled(2.0, 0.25, 8)}}
     lines = table(found)
     assert lines[1].split() == ["256", "1.000", "50.0%"] and lines[2].split() == ["1,024", "5.000", "0.0%", "2.000", "25.0%"]
     figure = picture(found, trained_at=256)

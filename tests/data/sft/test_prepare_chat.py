@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from data import DataError
 from data.chat import Assistant, ChatMode, Conversation, User, normal, parse, render
 from data.chat.openai import conversation
 from data.config import ChatConfig
-from data.sft import from_jsonl, made, prepare_chat
+from data.sft import chat_heldout, chat_stream, from_jsonl, made, prepare_chat
 from data.tokenizer import load_tokenizer
 from tests.data.sft.conftest import rows, write
 
@@ -47,6 +48,25 @@ def test_it_is_made_once_and_again_only_for_what_determines_it(cfg, prepared, to
     write(tmp_path / "a.jsonl", rows(21))
     keys |= {prepare_chat(mine, tokenizer).key}
     assert len(keys) == 5
+
+
+def test_a_file_of_held_out_ones_is_named_and_what_it_shares_is_told(cfg, tokenizer, tmp_path, caplog):
+    first, second = write(tmp_path / "a.jsonl", rows(9)), write(tmp_path / "b.jsonl", rows(4))
+    mine = replace(cfg, cache=str(tmp_path / "cache"), chat=ChatConfig(path=first, heldout=second), seq_length=2)
+    with caplog.at_level(logging.WARNING, "data"):
+        prepared = prepare_chat(mine, tokenizer)
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert f"data.chat.heldout={second}: 4 of its 4 conversations ask what one of data.chat.path={first} asks" in said
+    with pytest.raises(DataError, match=re.escape(f"no heldout conversation of data.chat.heldout={second} fits 3 tokens")):
+        chat_heldout(mine, prepared)
+    with pytest.raises(DataError, match=re.escape(f"no train conversation of data.chat.path={first} fits 3 tokens")):
+        next(chat_stream(mine, prepared, position=0, rank=0, of=1, horizon=1))
+
+
+def test_blank_lines_are_no_conversations(cfg, tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n\n \n")
+    with pytest.raises(DataError, match=r"a\.jsonl: holds no conversation, only blank lines"):
+        prepare_chat(replace(cfg, cache=str(tmp_path), chat=ChatConfig(path=str(tmp_path / "a.jsonl"))), tokenizer)
 
 
 def test_a_damaged_one_is_made_again(cfg, tokenizer, tmp_path):
