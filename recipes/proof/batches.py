@@ -52,10 +52,10 @@ class Batches:
             return replace(batch, loss_mask=mask)
         # an untrained model gives every token about the same probability: ratios lie around 1, some of them outside the clip
         behaviour = -math.log(self.vocab_size) + 0.3 * said[0]
-        with_teacher = {"teacher": -math.log(self.vocab_size) + said[1]}
+        with_teacher = {"teacher": -math.log(self.vocab_size) + said[1], "baseline": 0.3 * said.sum(0)}
         more = with_teacher if self.phase == "distill" else {"advantage": said[1].clone()}
         fields = {name: getattr(batch, name) for name in ("tokens", "labels", "document_starts", "padding")}
-        return PolicyBatch(**fields, loss_mask=mask[:1], behaviour=behaviour, fresh=answers, **more)
+        return PolicyBatch(**fields, loss_mask=mask[:1], behaviour=behaviour, fresh=answers, times=1.0 + batch.tokens % 3, **more)
 
     def _batch(self, tokens: np.ndarray, rows: range) -> Batch:
         c = self.cfg

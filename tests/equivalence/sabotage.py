@@ -23,7 +23,6 @@ from parallel.rows import RowBank
 from parallel.schedule import ParallelModel
 from parallel.shards import Shards
 from recipes.config import Config
-from recipes.objective import Objective
 from recipes.proof.rank import on_rank
 from recipes.proof.trace import Trace
 from recipes.rl.objective import PolicyObjective
@@ -215,7 +214,18 @@ def embedding_copy_unsummed() -> None:
 
 def own_denominators() -> None:
     """Each data rank divides by its own counted tokens."""
-    _around(Objective, "denominators", lambda _, objective, batches: sum(b.loss_mask.sum((1, 2)) for b in batches).double())
+    own = lambda _, objective, batches: sum((b.times * b.loss_mask[0]).sum().reshape(1) for b in batches)
+    _around(PolicyObjective, "denominators", own)
+
+
+def times_of_the_first_stretch() -> None:
+    """Context ranks read how often the first one's tokens were drawn."""
+
+    def change(share: Any, objective: Any, losses: Tensor, denominators: Tensor, batch: Any) -> Any:
+        cp = objective.world.groups.cp.size()
+        return share(objective, losses, denominators, replace(batch, times=batch.times.chunk(cp, 1)[0].repeat(1, cp)))
+
+    _around(PolicyObjective, "share", change)
 
 
 def advantages_of_the_first_stretch() -> None:

@@ -59,6 +59,7 @@ def test_this_way_what_is_right_passes_too(helper: Helper) -> None:
     [
         ("own_denominators", "parallel.dp=2"),
         ("advantages_of_the_first_stretch", "parallel.cp=2"),
+        ("times_of_the_first_stretch", "parallel.cp=2"),
         ("mismatch_summed", "parallel.dp=2"),
         ("mismatch_of_own_tokens", "parallel.cp=2 prove.seed=1"),
     ],
