@@ -32,7 +32,7 @@ HELDOUT, FRACTION = 128, 0.25  # tasks of each generator that are asked, and the
 READING = ("run.eval_every=0", "data.heldout_tokens=16384")
 TUNING = ("run.steps=280", "run.eval_every=0", "data.batch_size=8", *EXAM, "data.heldout_tokens=4096", "optim.lr=2e-3")
 SAMPLING = ("run.eval_every=0", "rl.max_new_tokens=20", *EXAM, "optim.lr=2e-3")
-PRACTISING, STUDYING = (*SAMPLING, "run.steps=40"), (*SAMPLING, "run.steps=100")
+PRACTISING, STUDYING = (*SAMPLING, "run.steps=30"), (*SAMPLING, "run.steps=100")
 FOLDER = Path("runs/posttrain")
 KEPT = 0.9  # of an expert's gain that its student shall have
 
