@@ -112,8 +112,8 @@ def compare(world: World, name: str) -> dict[str, Any]:
     return {"activation": name, "max_over_mean_load": load, **medians, "ratio": medians["sequential"] / medians["grouped"]}
 
 
-def run() -> list[dict[str, Any]]:
-    """Prints, and returns, the comparison in float32 for each activation."""
+def run() -> None:
+    """Prints the comparison in float32 for each activation."""
     say(", ".join(f"{name} {value}" for name, value in versions().items()))
     say("allocator: " + (", ".join(f"{n}={os.environ[n]}" for n in ALLOCATOR if n in os.environ) or "as the system has it"))
     say(f"{EXPERTS} experts, latent {LATENT}, width {WIDTH}, {TOKENS} tokens top-{TOP_K}, float32, forward and backward")
@@ -127,7 +127,6 @@ def run() -> list[dict[str, Any]]:
             f"{r['activation']:<7} load max/mean {r['max_over_mean_load']:.2f}: grouped {r['grouped']:.1f} ms, "
             f"SequentialMLP {r['sequential']:.1f} ms, {r['ratio']:.1f}x (medians of {ROUNDS})"
         )
-    return results
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ def drafted(model: k3.Model, prompts: Prompts) -> dict[str, float]:
     return {"step_ms": 1e3 * step, "acceptance": stats.acceptance, "tokens_per_pass": stats.tokens_per_pass}
 
 
-def run() -> dict[str, Any]:
-    """Prints, and returns, the figures of model=nano in float32 on one thread, and how far its log-probabilities are from a
+def run() -> None:
+    """Prints the figures of model=nano in float32 on one thread, and how far its log-probabilities are from a
     training pass's.
     """
     say(", ".join(f"{name} {value}" for name, value in versions().items()))
@@ -128,7 +128,6 @@ def run() -> dict[str, Any]:
         share = out["together"] / out[side]
         say(f"{SAMPLES} cold prefills {what}: {ms[side]:.0f} ms; the samples of one prompt cost {share:.2f} of it")
     say(f"largest difference to the log-probabilities of a training pass: {out['mismatch']:.1e}")
-    return out
 
 
 if __name__ == "__main__":

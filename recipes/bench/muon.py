@@ -43,8 +43,8 @@ LR, DECAY = 1e-3, 0.1
 TOLERANCE = {MuonPrecision.full: 1e-4, MuonPrecision.bf16: 0.1}  # relative, of the update
 
 
-def run() -> list[dict[str, Any]]:
-    """Prints both parts; returns the comparisons as `compare` does."""
+def run() -> None:
+    """Prints both parts."""
     say(", ".join(f"{name} {value}" for name, value in versions().items()))
     say(f"update RMS of heads whose momenta are {' : '.join(f'{scale:g}' for scale in SCALES)}, learning rate 1")
     for per_head in (True, False):
@@ -55,7 +55,6 @@ def run() -> list[dict[str, Any]]:
     if (times := half_against_full()) > 1:
         precisions.remove(MuonPrecision.bf16)
         say(f"bf16 products left out: this machine has no units for them, and they take {times:.0f} times as long as float32's")
-    results: list[dict[str, Any]] = []
     slow: set[str] = set()  # sides of which one step took longer than a whole comparison should: left out of what is larger
     for title, cards in parameter_sets(k3.preset("small")).items():
         elements = sum(math.prod(card.shape) for card in cards)
@@ -68,8 +67,6 @@ def run() -> list[dict[str, Any]]:
             slow |= {row["name"] for row in rows if row["seconds"] > SECONDS}
             for row in rows:
                 say(f"    {row['name']:<36} {1e3 * row['seconds']:9.1f} ms" + _beside(row, rows))
-            results += [{"set": title, "precision": precision.value, **row} for row in rows]
-    return results
 
 
 def half_against_full(size: int = 512) -> float:

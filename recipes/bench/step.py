@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-from typing import Any
 
 import torch
 
@@ -66,18 +65,15 @@ def step_seconds(config: K3Config, dtype: torch.dtype, *, warm_up: int = WARM_UP
         parallel.stop()
 
 
-def run() -> list[dict[str, Any]]:
-    """Prints, and returns, the median step time and tokens/s in fp32 and bf16."""
+def run() -> None:
+    """Prints the median step time and tokens/s in fp32 and bf16."""
     say(", ".join(f"{name} {value}" for name, value in versions().items()))
     say("allocator: " + (", ".join(f"{n}={os.environ[n]}" for n in ALLOCATOR if n in os.environ) or "as the system has it"))
-    rows = []
     for dtype in (torch.float32, torch.bfloat16):
         seconds = statistics.median(step_seconds(yardstick(), dtype))
         tokens = SEQUENCES * LENGTH
-        rows.append({"dtype": str(dtype).removeprefix("torch."), "seconds": seconds, "tokens_per_second": tokens / seconds})
         speed = f"{tokens / seconds:,.0f} tokens/s"
-        say(f"{rows[-1]['dtype']:<9} {seconds:6.3f} s a step of {tokens} tokens: {speed} (median of {MEASURED})")
-    return rows
+        say(f"{str(dtype).removeprefix('torch.'):<9} {seconds:6.3f} s a step of {tokens} tokens: {speed} (median of {MEASURED})")
 
 
 if __name__ == "__main__":
