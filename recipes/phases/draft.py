@@ -216,5 +216,5 @@ def in_words(found: Mapping[str, Any]) -> str:
         f"after the text's own tokens the 1st, 2nd ... proposal is accepted {rates('sampling')} % sampling, {rates('greedy')} % "
         f"greedily, {found['tokens_sampling']:.2f} and {found['tokens_greedy']:.2f} tokens a pass"
     )
-    decoded = "; after the model's own, decoding greedily, {:.2f} tokens a pass"
-    return text + (decoded.format(found["decoded_tokens"]) if "decoded_tokens" in found else "")
+    real = "; after the model's own, decoding greedily, {:.2f} tokens a pass"
+    return text + (real.format(found["decoded_tokens"]) if "decoded_tokens" in found else "")

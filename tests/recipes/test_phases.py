@@ -70,6 +70,7 @@ def test_a_phase_runs_to_its_summary(case: str, pretrained: Path, whole: dict[st
     assert compose([f"run.init={folder / 'hf'}"], "eval").data.tokenizer == str(folder / "hf/tokenizer.json")
     records = metrics(folder)
     assert [r["step"] for r in records] == [1, 2, 3, 4] and all(r["grad_norm"] > 0 for r in records)
+    assert summary["idle_steps"] == sum("idle" in r for r in records) < 4
     if case in ("rl", "partial"):
         assert any(r["rl/mixed_groups"] > 0 for r in records) and all(r["policy/mismatch"] < 1e-4 for r in records)
     if case == "partial":
